@@ -1,0 +1,46 @@
+"""What all tests share: marks by folder, hypothesis profiles, and an environment in which Spark starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK_OF_FOLDER = {"process": "process", "spark": "spark"}
+
+# Shared machines are slow now and then: a slow example is not a failure, a hanging one meets the timeout.
+settings.register_profile("default", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("long", settings.get_profile("default"), max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(ROOT).parts[1]
+        if folder in MARK_OF_FOLDER:
+            item.add_marker(MARK_OF_FOLDER[folder])
+
+
+@pytest.fixture(scope="session")
+def spark_environment() -> None:
+    """Let Spark find Java and this Python. `make` has set both; this is for pytest started by hand."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+    found = subprocess.run(
+        [sys.executable, ROOT / "tools" / "java_home.py"], capture_output=True, text=True, timeout=120, check=False
+    )
+    if found.returncode != 0:
+        pytest.fail(f"no Java for Spark:\n{found.stderr}", pytrace=False)
+    os.environ["JAVA_HOME"] = found.stdout.strip()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _spark_environment_where_needed(request: pytest.FixtureRequest) -> None:
+    """Tests of Spark need not ask; the others do not pay for the search of a Java."""
+    if any(item.get_closest_marker("spark") for item in request.session.items):
+        request.getfixturevalue("spark_environment")

@@ -1,0 +1,213 @@
+"""The mechanical rules of this code base, as tests that fail with the place to look at."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# ---- the rules ------------------------------------------------------------------------------------------------------
+
+PACKAGES = (
+    "shuffle",
+    "mapper",
+    "reducer",
+    "statestore",
+    "spark_connector",
+    "pyspark_shuffle",
+    "perf",
+    "examples",
+)
+"""What the rules below hold for; those that are there."""
+
+GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
+
+FILE_LINES_MAX = 500
+FUNCTION_LINES_MAX = 70
+
+IMPORTED_ONLY_BY: dict[str, set[str]] = {
+    "rocksdict": {"statestore/rocks.py", "perf/raw_rocks.py"},
+    "pyarrow.flight": {"shuffle/flight.py"},
+}
+"""Libraries with traps are behind one module each, which is where the traps are dealt with."""
+
+IMPORTED_BY_NONE = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+"""What is stored or sent can be read by other versions and other languages, and never runs code when it is read."""
+
+PURE_MODULES = (
+    "mapper/window.py",
+    "mapper/bucket.py",
+    "mapper/core.py",
+    "mapper/spill.py",
+    "mapper/spilling.py",
+    "mapper/stragglers.py",
+    "reducer/core.py",
+    "statestore/validation.py",
+    "statestore/leases.py",
+)
+"""Logic apart from I/O: time, chance and the world are passed in, so that these can be simulated."""
+
+IMPURE_IMPORTS = {"threading", "time", "random", "socket", "os", "asyncio", "uuid"}
+
+TEXTS = ("*.md", "docs/**/*.md", "pyproject.toml", "constraints.txt", "Makefile", ".ci/*", "tools/*")
+REGISTRY = re.compile(
+    r"pypi\.org|pythonhosted\.org|/simple\b|artifactory|nexus|index-url|find-links|trusted-host|\bPIP_[A-Z]",
+    re.IGNORECASE,
+)
+"""Where packages come from is the machine's setting, not the project's."""
+
+# ---- reading the code -----------------------------------------------------------------------------------------------
+
+
+def sources() -> list[Path]:
+    found = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return [path for path in found if not GENERATED.search(path.name)]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything imported, at the top or inside functions; ``from a import b`` is ``a.b``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def imports_of(tree: ast.AST, library: str) -> list[int]:
+    return [line for line, name in imports(tree) if name == library or name.startswith(f"{library}.")]
+
+
+def long_functions(tree: ast.AST) -> list[tuple[int, str, int]]:
+    """Line, name and length of each function over the limit."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > FUNCTION_LINES_MAX:
+                found.append((node.lineno, node.name, lines))
+    return found
+
+
+def parsed() -> Iterator[tuple[str, ast.Module]]:
+    for path in sources():
+        yield name_of(path), ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+# ---- the tests ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", IMPORTED_ONLY_BY)
+def test_library_is_imported_only_by_the_module_that_wraps_it(library: str) -> None:
+    allowed = IMPORTED_ONLY_BY[library]
+    found = [f"{name}:{line}" for name, tree in parsed() if name not in allowed for line in imports_of(tree, library)]
+    assert not found, f"{library} is imported outside of {sorted(allowed)}"
+
+
+def test_nothing_is_pickled() -> None:
+    found = [
+        f"{name}:{line} {library}"
+        for name, tree in parsed()
+        for library in IMPORTED_BY_NONE
+        for line in imports_of(tree, library)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("module", PURE_MODULES)
+def test_pure_module_imports_nothing_of_the_world(module: str) -> None:
+    path = ROOT / module
+    assert path.exists(), f"{module} has moved: mend PURE_MODULES"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = [f"{module}:{line} {library}" for library in IMPURE_IMPORTS for line in imports_of(tree, library)]
+    assert not found
+
+
+def test_files_are_short() -> None:
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in sources()}
+    found = {name: lines for name, lines in lengths.items() if lines > FILE_LINES_MAX}
+    assert not found, f"over {FILE_LINES_MAX} lines"
+
+
+def test_functions_are_short() -> None:
+    found = [
+        f"{name}:{line} {function} has {lines} lines"
+        for name, tree in parsed()
+        for line, function, lines in long_functions(tree)
+    ]
+    assert not found, f"over {FUNCTION_LINES_MAX} lines"
+
+
+def test_every_package_says_what_it_is() -> None:
+    found = [
+        name for name, tree in parsed() if name.endswith("/__init__.py") and not (ast.get_docstring(tree) or "").strip()
+    ]
+    assert not found, "a package without a docstring"
+
+
+def test_every_folder_of_code_is_a_package() -> None:
+    found = {name_of(path.parent) for path in sources() if not (path.parent / "__init__.py").exists()}
+    assert not found, "no __init__.py: it would not be installed"
+
+
+def test_texts_name_no_package_registry() -> None:
+    files = sorted({path for pattern in TEXTS for path in ROOT.glob(pattern) if path.is_file()})
+    found = [
+        f"{name_of(path)}:{number} {match.group()}"
+        for path in files
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if (match := REGISTRY.search(line))
+    ]
+    assert not found
+
+
+def test_every_dependency_is_accounted_for_and_pinned() -> None:
+    def normal(name: str) -> str:
+        return re.sub(r"[-_.]+", "-", re.split(r"[<>=!~\[; ]", name, maxsplit=1)[0]).lower()
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    wanted = {normal(entry) for group in groups for entry in group}
+    page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    explained = {normal(name) for name in re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)}
+    assert explained == wanted, "docs/dependencies.md and pyproject.toml disagree"
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {normal(line) for line in constraints if re.fullmatch(r"[\w.-]+==[\w.]+", line)}
+    assert wanted <= pinned, "not pinned in constraints.txt"
+
+
+# ---- the rules can fail ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pyarrow.flight",
+        "import pyarrow.flight as fl",
+        "from pyarrow import flight",
+        "from pyarrow.flight import FlightClient",
+        "def f():\n    from pyarrow import flight as fl",
+    ],
+)
+def test_import_is_seen_in_every_spelling(text: str) -> None:
+    assert imports_of(ast.parse(text), "pyarrow.flight")
+
+
+@pytest.mark.parametrize("text", ["import pyarrow", "from pyarrow import compute", "import pyarrow.flights"])
+def test_other_import_is_not_taken_for_it(text: str) -> None:
+    assert not imports_of(ast.parse(text), "pyarrow.flight")
+
+
+def test_long_function_is_seen() -> None:
+    body = "    pass\n" * FUNCTION_LINES_MAX
+    assert long_functions(ast.parse("async def f():\n" + body))
+    assert not long_functions(ast.parse("def f():\n" + body.removesuffix("    pass\n")))

@@ -1,0 +1,68 @@
+"""Named places at which a process can be made to die, so that tests can kill every role in every phase.
+
+In normal use ``reach`` does nothing. With ``SHUFFLE_CRASH_AT=NAME`` in the environment the process kills itself with
+SIGKILL when it comes to that place, with ``NAME:N`` when it comes there for the Nth time: no handler runs, nothing is
+flushed, exactly as with ``kill -9`` from outside at the unluckiest moment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+ENVIRONMENT = "SHUFFLE_CRASH_AT"
+
+POINTS: dict[str, str] = {
+    "mapper.after_first_state": "the origin of its numbering is durable, nothing else is known",
+    "mapper.after_registering": "others can find it, and it has nothing to give",
+    "mapper.after_read": "rows are read and not mapped",
+    "mapper.after_map": "rows are mapped, the persisted state was not looked at",
+    "mapper.after_state_check": "the persisted state was fetched, the entry is not in the window",
+    "mapper.after_push": "the entry is in the window, and may have been served",
+    "mapper.before_answer": "a request was taken in, with what it says is committed, and not answered",
+    "mapper.before_trim_commit": "the new state is about to be committed",
+    "mapper.after_trim_commit": "the new state is durable, the input is not trimmed",
+    "mapper.after_input_trim": "the input is trimmed, nobody was told",
+    "reducer.after_state_read": "its row was read, nothing is fetched",
+    "reducer.after_fetch": "rows are fetched and not queued",
+    "reducer.before_reduce": "rows are about to go to user code",
+    "reducer.after_reduce": "user code has made its transaction",
+    "reducer.before_commit": "everything is in the transaction, the commit is not sent",
+    "reducer.after_commit": "the commit is durable, and this instance does not know what that means",
+    "reducer.after_commit_known": "the pipeline has moved on, no mapper was told",
+    "store.before_segment_write": "a group is validated, nothing of it is written",
+    "store.after_segment_write": "rows of a queue are written to a segment and not synced",
+    "store.after_segment_sync": "the segment is synced, no position points to it",
+    "store.before_log_write": "nothing of the group is in RocksDB's log",
+    "store.after_log_write": "the group is in RocksDB's log, not synced",
+    "store.after_log_sync": "the group is durable and not yet visible",
+    "store.before_answer": "the group is durable and visible, nobody was answered",
+    "store.before_segment_remove": "trimmed segments are forgotten and their files still there",
+}
+"""Every place, and what has happened when it is reached. The tests kill a process at each of them."""
+
+
+def _parsed(text: str | None) -> tuple[str | None, int]:
+    if not text:
+        return None, 0
+    name, _, nth = text.partition(":")
+    if name not in POINTS or not (nth or "1").isdecimal():
+        raise SystemExit(f"{ENVIRONMENT}={text}: not NAME or NAME:N with one of {', '.join(sorted(POINTS))}")
+    return name, int(nth or "1")
+
+
+_armed, _left = _parsed(os.environ.get(ENVIRONMENT))
+
+
+def reach(name: str) -> None:
+    """The process is at the place ``name``; most of the time that means nothing."""
+    if _armed is not None:
+        _reached(name)
+
+
+def _reached(name: str) -> None:
+    global _left
+    if name == _armed:
+        _left -= 1
+        if _left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,36 @@
+"""Bounds on everything, and where each number comes from."""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+TICKET_BYTES_MAX = 64 * KIB
+"""A ticket is a few numbers and a guid; anything near this is not a ticket."""
+
+KEY_BYTES_MAX = 64 * KIB
+"""RocksDB keeps whole keys in its index blocks; longer ones belong in a value."""
+
+VALUE_BYTES_MAX = 16 * MIB
+"""One row of a sorted table. RocksDB copies values through its block cache; larger things belong in a queue."""
+
+BATCH_BYTES_MAX = 256 * MIB
+"""One record batch on the wire. Arrow Flight cannot carry a message of 2 GiB; this leaves room and keeps memory low."""
+
+TRANSACTION_BYTES_MAX = 512 * MIB
+"""All writes and appends of one transaction: they are in memory at the client and at the store at once."""
+
+TRANSACTION_ROWS_MAX = 5_000_000
+"""Rows written by one transaction: at about a microsecond a row this keeps the one writer busy for seconds at most."""
+
+WAIT_MS_MAX = 60_000
+"""The longest long poll. A client that wants more asks again."""
+
+NAME_BYTES_MAX = 255
+"""Names of tables, queues, groups, members and producers."""
+
+KEY_GROUPS_DEFAULT = 4096
+"""How many key groups there are unless the spec says otherwise. It bounds the reducers a processor can ever have; with
+16 groups to a reducer (256 of them) the largest range is at most 7 % over the average. A power of two, so that the
+remainder of a division is a mask."""

@@ -1,0 +1,9 @@
+"""``python -m statestore``: the store as a daemon."""
+
+from shuffle.footprint import keep_small
+
+keep_small()
+
+from statestore.daemon import main  # noqa: E402 (what it imports is what has to be kept small)
+
+raise SystemExit(main())

@@ -1,0 +1,212 @@
+"""Arrow arrays as numpy arrays and back, without a Python step per row; and lists of bytes where there are few rows.
+
+Every function here honours the offset of a sliced array: a slice shares its parent's buffers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+NumpyArray = np.ndarray[Any, Any]
+
+Binary: TypeAlias = "pa.BinaryArray | list[Any]"
+"""Encoded keys or values, None or null where there is none: an array, or a list of bytes where there are few."""
+
+BINARY_BYTES_MAX = 2**31 - 1
+"""What the 32-bit offsets of an Arrow binary array can address."""
+
+NOTHING = pa.scalar(b"", pa.binary())
+
+_FEW = 16
+"""For so few rows a loop costs less than the call of a compute kernel."""
+
+_STORAGE: dict[str, str] = {
+    **{f"int{bits}": f"<i{bits // 8}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"<u{bits // 8}" for bits in (8, 16, 32, 64)},
+    "float": "<f4",
+    "double": "<f8",
+    "bool": "|u1",
+    "date32[day]": "<i4",
+}
+
+
+def storage_dtype(kind: pa.DataType) -> np.dtype[Any]:
+    """How one value of a fixed-width type lies in memory: what ``to_numpy`` gives and ``from_numpy`` takes."""
+    if pa.types.is_timestamp(kind):
+        return np.dtype("<i8")
+    if pa.types.is_decimal128(kind):
+        # Little-endian two's complement of 16 bytes; numpy has no such integer, so it goes as two halves.
+        return np.dtype([("low", "<u8"), ("high", "<u8")])
+    return np.dtype(_STORAGE[str(kind)])
+
+
+def to_numpy(array: pa.Array) -> NumpyArray:
+    """The values of a fixed-width array; what stands under a null is arbitrary."""
+    dtype, count = storage_dtype(array.type), len(array)
+    if not count:
+        return np.empty(0, dtype)
+    data = array.buffers()[1]
+    if pa.types.is_boolean(array.type):
+        first_byte, first_bit = divmod(array.offset, 8)
+        bits = np.frombuffer(data, np.uint8, offset=first_byte, count=(first_bit + count + 7) // 8)
+        return np.unpackbits(bits, bitorder="little")[first_bit : first_bit + count]
+    return np.frombuffer(data, dtype, count=count, offset=array.offset * dtype.itemsize)
+
+
+def from_numpy(values: NumpyArray, kind: pa.DataType, validity: pa.Buffer | None = None) -> pa.Array:
+    """The array of a fixed-width type over ``values``, which are of its ``storage_dtype``."""
+    count = len(values)
+    if pa.types.is_boolean(kind):
+        data = pa.py_buffer(np.packbits(values, bitorder="little"))
+    else:
+        # A single value of a packed record counts as contiguous where it lies, but Arrow wants it aligned, too.
+        data = pa.py_buffer(np.require(values, requirements=["C", "A"]))
+    return pa.Array.from_buffers(kind, count, [validity, data])
+
+
+def validity_of(nulls: NumpyArray) -> pa.Buffer | None:
+    """Arrow's bitmap for a boolean array that is true where there is a null."""
+    if not nulls.any():
+        return None
+    return pa.py_buffer(np.packbits(~nulls, bitorder="little"))
+
+
+def nulls_of(array: pa.Array) -> NumpyArray | None:
+    """A boolean array that is true where there is a null, or ``None`` if there is none."""
+    if not array.null_count:
+        return None
+    nulls: NumpyArray = to_numpy(array.is_null()).view(np.bool_)
+    return nulls
+
+
+def offsets_of(array: pa.Array) -> NumpyArray:
+    """Where each value begins in ``data_of``, and where the last one ends."""
+    if not len(array):
+        return np.zeros(1, np.int32)
+    return np.frombuffer(array.buffers()[1], np.int32, count=len(array) + 1, offset=array.offset * 4)
+
+
+def data_of(array: pa.Array) -> NumpyArray:
+    """The whole data buffer of a binary or string array, also of a sliced one."""
+    data = array.buffers()[2] if len(array) else None
+    if data is None:
+        return np.empty(0, np.uint8)
+    return np.frombuffer(data, np.uint8)
+
+
+def as_binary(array: pa.Array) -> pa.Array:
+    """The bytes of a string or binary array, in the same buffers (for a few rows a cast is the dearest step)."""
+    if pa.types.is_binary(array.type):
+        return array
+    return pa.Array.from_buffers(pa.binary(), len(array), array.buffers(), offset=array.offset)
+
+
+def as_string(array: pa.Array) -> pa.Array:
+    """The strings of a binary array; ``pa.ArrowInvalid`` if it is not UTF-8."""
+    offsets = offsets_of(array)
+    used = data_of(array)[offsets[0] : offsets[-1]]
+    if len(used) and used.max() >= 0x80:
+        return array.cast(pa.string())
+    return pa.Array.from_buffers(pa.string(), len(array), array.buffers(), offset=array.offset)
+
+
+def listed(values: Binary) -> list[Any]:
+    return values if isinstance(values, list) else values.to_pylist()
+
+
+def arrayed(values: Binary) -> pa.BinaryArray:
+    return pa.array(values, pa.binary()) if isinstance(values, list) else values
+
+
+def no_values(keys: Binary) -> Binary:
+    """As many nulls as there are keys, in the same form."""
+    return [None] * len(keys) if isinstance(keys, list) else pa.nulls(len(keys), pa.binary())
+
+
+def nulls_in(values: Binary) -> int:
+    return values.count(None) if isinstance(values, list) else int(values.null_count)
+
+
+def bytes_of(array: Binary) -> int:
+    """The bytes of a binary array: its values and their offsets; ``nbytes`` looks for shared buffers, for 8 µs."""
+    if isinstance(array, list):
+        return sum(len(value) for value in array if value is not None) + 4 * (len(array) + 1)
+    offsets = offsets_of(array)
+    return int(offsets[-1]) - int(offsets[0]) + 4 * len(offsets)
+
+
+def longest_of(array: Binary) -> int:
+    """The length of the longest value of a binary array."""
+    if isinstance(array, list):
+        return max((len(value) for value in array if value is not None), default=0)
+    offsets = offsets_of(array)
+    if len(offsets) == 2:
+        return int(offsets[1]) - int(offsets[0])
+    return int((offsets[1:] - offsets[:-1]).max(initial=0))
+
+
+def all_start_with(array: Binary, prefix: bytes) -> bool:
+    """True if every value begins with ``prefix``; a null does not."""
+    if len(array) <= _FEW:
+        return all(value is not None and value.startswith(prefix) for value in listed(array))
+    array = arrayed(array)
+    return not array.null_count and bool(pc.all(pc.starts_with(array, pattern=prefix)).as_py())
+
+
+def prefixed(array: pa.Array, prefix: bytes) -> pa.Array:
+    """The values of a binary array without nulls, each behind ``prefix``."""
+    return pc.binary_join_element_wise(pa.scalar(prefix, pa.binary()), array, NOTHING)
+
+
+def equal_length(offsets: NumpyArray, width: int) -> bool:
+    """True if every value is exactly ``width`` bytes long."""
+    count = len(offsets) - 1
+    if int(offsets[-1]) - int(offsets[0]) != count * width:
+        return False
+    return bool((np.diff(offsets) == width).all())
+
+
+def rows_to_binary(records: NumpyArray) -> pa.Array:
+    """A binary array with one value for each fixed-width record."""
+    count, width = len(records), records.dtype.itemsize
+    offsets = np.arange(0, width * (count + 1), width, dtype=np.int32) if width else np.zeros(count + 1, np.int32)
+    return pa.Array.from_buffers(
+        pa.binary(), count, [None, pa.py_buffer(offsets), pa.py_buffer(records.view(np.uint8))]
+    )
+
+
+def records_at(data: NumpyArray, starts: NumpyArray, dtype: np.dtype[Any]) -> NumpyArray:
+    """The records of ``dtype`` that begin at ``starts``. The caller has checked that each lies inside ``data``."""
+    width = dtype.itemsize
+    if not len(starts):
+        return np.empty(0, dtype)
+    # One opaque item at every byte position: taking from it copies `width` bytes for each row, whatever the alignment.
+    windows: NumpyArray = np.ndarray((len(data) - width + 1,), f"V{width}", buffer=data, strides=(1,))
+    return windows[starts].view(dtype)
+
+
+def pieces_at(data: NumpyArray, starts: NumpyArray, ends: NumpyArray) -> pa.Array:
+    """A binary array of ``data[start:end]`` for every pair; the pairs ascend and do not overlap.
+
+    Wanted and unwanted pieces alternate, so [start, end, start, end, …] is a valid array of offsets over the same data,
+    and every second value of it is one of ours.
+    """
+    count = len(starts)
+    if not count:
+        return pa.array([], pa.binary())
+    offsets = np.empty(2 * count, np.int32)
+    offsets[0::2] = starts
+    offsets[1::2] = ends
+    both = pa.Array.from_buffers(pa.binary(), 2 * count - 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+    return both.take(pa.array(np.arange(0, 2 * count, 2)))
+
+
+def join(parts: list[Any]) -> pa.Array:
+    """Row by row, the parts (binary arrays or scalars) one after the other; a null counts as nothing."""
+    if len(parts) == 1:
+        return parts[0]
+    return pc.binary_join_element_wise(*parts, NOTHING, null_handling="replace", null_replacement="")

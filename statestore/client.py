@@ -1,0 +1,424 @@
+"""``StateClient``: what users and workers have of the state store, embedded or served."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+
+from shuffle.errors import BadInput, StoreLocked, StoreUnavailable, TooLarge, UnknownTable
+from shuffle.limits import BATCH_BYTES_MAX, MIB
+from statestore.folder import served_at
+from statestore.leases import Member
+from statestore.request import Append, CommitRequest, CreateQueue, CreateTable, Drop, Trim
+from statestore.schema import QueueSchema, TableSchema
+from statestore.segment import decode_batch
+from statestore.staged import STAGED_TTL_MS_DEFAULT
+from statestore.store import Moment, QueueRead, Store
+from statestore.table import Bound, Table
+from statestore.transaction import Snapshot, Transaction, encoded_append, payloads
+
+READ_ROWS_DEFAULT = 65_536
+READ_BYTES_DEFAULT = 16 * MIB
+
+_OPEN_WAIT_S = 3.0
+"""How long ``open`` waits for a process that holds the folder to say where it serves: a daemon on its way up."""
+
+
+class StateClient:
+    """Tables, queues, transactions and leases of one state store. Safe to use from many threads."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._tables: dict[str, Table] = {}
+        self._queues: dict[str, Queue] = {}
+        self.leases = Leases(store)
+
+    @staticmethod
+    def connect(address: str, timeout_s: float | None = None, local_files: bool = True) -> StateClient:
+        """A client of the daemon at ``grpc://host:port``.
+
+        On the daemon's machine the rows of queues are read from its files, where this process may read them; without
+        ``local_files`` they come over the wire, as they do from another machine.
+        """
+        from statestore.remote import RemoteStore
+
+        return StateClient(RemoteStore(address, timeout_s=timeout_s, local_files=local_files))
+
+    @staticmethod
+    def open(folder: str | os.PathLike[str]) -> StateClient:
+        """The store in ``folder``: through the daemon that serves it, if there is one, else in this process."""
+        path = Path(folder).absolute()
+        deadline = time.monotonic() + _OPEN_WAIT_S
+        while True:
+            address = served_at(path)
+            if address is not None:
+                try:
+                    client = StateClient.connect(address)
+                except StoreUnavailable:
+                    # The daemon that left its address is gone, or is being replaced.
+                    pass
+                else:
+                    if client.serves(path):
+                        return client
+                    # The daemon that left its address is gone, and that of another store has its port now.
+                    client.close()
+            try:
+                from statestore.local import LocalStore
+
+                return StateClient(LocalStore(path))
+            except StoreLocked:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
+    @property
+    def store(self) -> Store:
+        """What this client is a client of: for another one that does the same in its own way."""
+        return self._store
+
+    # --- tables and queues ---
+
+    def create_table(
+        self,
+        name: str,
+        key: pa.Schema,
+        value: pa.Schema,
+        constraints: Mapping[str, str] | None = None,
+        if_not_exists: bool = False,
+    ) -> TableSchema:
+        """A sorted table; ``constraints`` are named predicates over the value columns, as in SQL's CHECK."""
+        schema = TableSchema(name, key, value, dict(constraints or {}))
+        schema.validate()
+        self._store.change_catalogue(CreateTable(schema, if_not_exists))
+        self._forget(name)  # What was known by this name may have been dropped by others, and is another table now.
+        return self.table(name)
+
+    def create_queue(self, name: str, schema: pa.Schema, partitions: int, if_not_exists: bool = False) -> Queue:
+        """An ordered table of ``partitions`` partitions."""
+        wanted = QueueSchema(name, schema, partitions)
+        wanted.validate()
+        self._store.change_catalogue(CreateQueue(wanted, if_not_exists))
+        self._forget(name)
+        return self.queue(name)
+
+    def drop_table(self, name: str) -> None:
+        self._store.change_catalogue(Drop("table", name))
+        self._forget(name)
+
+    def drop_queue(self, name: str) -> None:
+        self._store.change_catalogue(Drop("queue", name))
+        self._forget(name)
+
+    def tables(self) -> list[TableSchema]:
+        return sorted(self._store.tables(), key=lambda schema: schema.name)
+
+    def queues(self) -> list[QueueSchema]:
+        return sorted(self._store.queues(), key=lambda schema: schema.name)
+
+    def table(self, name: str) -> TableSchema:
+        return self.table_handle(name).schema
+
+    def table_handle(self, name: str) -> Table:
+        with self._lock:
+            found = self._tables.get(name)
+        if found is None:
+            schemas = {schema.name: schema for schema in self._store.tables()}
+            found = Table(_named(schemas, name, "table"))
+            with self._lock:
+                self._tables[name] = found
+        return found
+
+    def queue(self, name: str) -> Queue:
+        with self._lock:
+            found = self._queues.get(name)
+        if found is None:
+            schemas = {schema.name: schema for schema in self._store.queues()}
+            found = Queue(self._store, _named(schemas, name, "queue"))
+            with self._lock:
+                self._queues[name] = found
+        return found
+
+    def forget_names(self) -> None:
+        """A table was unknown to the store: what this client knows of the names may be out of date."""
+        with self._lock:
+            self._tables.clear()
+            self._queues.clear()
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._tables.pop(name, None)
+            self._queues.pop(name, None)
+
+    # --- reading and writing ---
+
+    def transaction(self) -> Transaction:
+        return Transaction(self, self._store)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self, self._store)
+
+    def share_snapshot(self, ttl_ms: int) -> str:
+        """The present moment, held by the daemon for other processes: a token for their ``snapshot_at``.
+
+        It ends when nobody has renewed it (``Snapshot.renew``, ``snapshot_at``) for ``ttl_ms``, not with this client.
+        """
+        moment = self._store.share_moment(ttl_ms)
+        return f"{moment.session_id}.{moment.moment_id}.{moment.version}"
+
+    def snapshot_at(self, token: str) -> Snapshot:
+        """Reads at the moment of a ``share_snapshot``. Closing it leaves the moment to the others."""
+        parts = token.split(".")
+        if len(parts) != 3 or not all(part.isdigit() for part in parts):
+            raise BadInput(f"not the token of a shared snapshot: {token!r}")
+        session_id, moment_id, version = (int(part) for part in parts)
+        snapshot = Snapshot(self, self._store, Moment(moment_id, version, session_id))
+        snapshot.renew()
+        return snapshot
+
+    def lookup(self, table: str, keys: pa.Table | pa.RecordBatch) -> pa.Table:
+        """The rows with these keys, as of now; missing ones are absent."""
+        return self._fresh(table, lambda found: self._lookup(found, keys))
+
+    def _lookup(self, table: Table, keys: pa.Table | pa.RecordBatch) -> pa.Table:
+        conformed, encoded = table.encode_keys(keys)
+        return table.found_rows(conformed, self._store.get(None, table.table_id, encoded))
+
+    def scan(
+        self,
+        table: str,
+        begin: Bound | None = None,
+        end: Bound | None = None,
+        prefix: Bound | None = None,
+        limit: int | None = None,
+        reverse: bool = False,
+        columns: list[str] | None = None,
+        partial: bool = False,
+    ) -> pa.RecordBatchReader:
+        """The rows of a range at one moment, which is held until the last of them was read."""
+        snapshot = self.snapshot()
+        reader = snapshot.scan(table, begin, end, prefix, limit, reverse, columns, partial)
+        return pa.RecordBatchReader.from_batches(reader.schema, _closing(reader, snapshot))
+
+    def _fresh(self, table: str, use: Callable[[Table], pa.Table]) -> pa.Table:
+        """Run ``use``, and once more with a newly read schema when the table was created anew meanwhile."""
+        try:
+            return use(self.table_handle(table))
+        except UnknownTable:
+            self._forget(table)
+            return use(self.table_handle(table))
+
+    # --- the rest ---
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes written, per table, per queue and in all, since the store was opened."""
+        return self._store.stats()
+
+    @property
+    def address(self) -> str:
+        """Where the store is: ``grpc://host:port``, or its folder."""
+        return self._store.address
+
+    def serves(self, folder: Path) -> bool:
+        """Whether this is the store in ``folder``, as seen from this process."""
+        found = self._store.folder
+        return found is not None and found.exists() and folder.exists() and found.samefile(folder)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def __enter__(self) -> StateClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class Queue:
+    """An ordered table."""
+
+    def __init__(self, store: Store, description: QueueSchema) -> None:
+        self._store = store
+        self._description = description
+        self.queue_id = description.queue_id
+
+    @property
+    def name(self) -> str:
+        return self._description.name
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._description.schema
+
+    @property
+    def partitions(self) -> int:
+        return self._description.partitions
+
+    def append(
+        self,
+        partition: int,
+        rows: pa.Table | pa.RecordBatch,
+        producer: str | None = None,
+        sequence: int | None = None,
+    ) -> tuple[int, int]:
+        """Append rows durably; returns their positions, from ``begin`` up to and without ``end``.
+
+        With a ``producer`` and a ``sequence`` (which grows with each append), repeating an append whose answer was lost
+        is safe: it appears once, and both get the same answer.
+        """
+        append = self.encoded(partition, rows, producer, sequence)
+        return self._store.commit(CommitRequest(appends=[append])).appended[0]
+
+    def encoded(
+        self, partition: int, rows: pa.Table | pa.RecordBatch, producer: str | None, sequence: int | None
+    ) -> Append:
+        if (producer is None) != (sequence is None):
+            raise BadInput("producer and sequence go together: give both, or none")
+        append = encoded_append(self.queue_id, partition, self._description.conform_rows(rows), producer, sequence)
+        self._check_sizes(append.payloads)
+        return append
+
+    def stage(self, rows: pa.Table | pa.RecordBatch, ttl_ms: int = STAGED_TTL_MS_DEFAULT) -> str:
+        """Write rows durably but invisibly; ``Transaction.publish`` makes them part of a partition.
+
+        Returns the id to publish. Rows that are not published within ``ttl_ms`` are removed.
+        """
+        encoded = payloads(self._description.conform_rows(rows))
+        self._check_sizes(encoded)
+        return self._store.stage(self.queue_id, encoded, ttl_ms)
+
+    def _check_sizes(self, encoded: list[pa.Buffer]) -> None:
+        """The store checks it again; here it is found before it travels."""
+        largest = max((payload.size for payload in encoded), default=0)
+        if largest > BATCH_BYTES_MAX:
+            raise TooLarge(
+                f"queue {self.name!r}: one row, or some rows of very different sizes, have {largest} bytes, more than "
+                f"{BATCH_BYTES_MAX}",
+                queue=self.name,
+                limit=BATCH_BYTES_MAX,
+            )
+
+    def discard(self, staged_id: str) -> None:
+        """Give up staged rows before their time is over."""
+        self._store.discard(staged_id)
+
+    def read(
+        self,
+        partition: int,
+        begin: int,
+        max_rows: int = READ_ROWS_DEFAULT,
+        max_bytes: int = READ_BYTES_DEFAULT,
+        wait_ms: int = 0,
+        one_answer: bool = False,
+    ) -> tuple[pa.Table, int]:
+        """Rows from ``begin`` on and the position after them; waits up to ``wait_ms`` for the first one.
+
+        ``max_bytes`` is kept to about one row, and at least one row is returned if there is any. With ``one_answer``
+        the store is asked once, which may give fewer rows than there are: it does not read on from file to file.
+        """
+        if max_rows < 1 or max_bytes < 1:
+            raise BadInput(f"max_rows and max_bytes must be at least 1, not {max_rows} and {max_bytes}")
+        max_bytes = min(max_bytes, BATCH_BYTES_MAX)
+        batches: list[pa.RecordBatch] = []
+        position, size_bytes = begin, 0
+        while position - begin < max_rows and size_bytes < max_bytes:
+            wanted = max_rows - (position - begin)
+            found = self._store.read(
+                self.queue_id, partition, position, wanted, max_bytes - size_bytes, 0 if batches else wait_ms
+            )
+            if found is None:
+                break
+            for batch in self._decoded(found, position, wanted):
+                cut = _within(batch, max_bytes - size_bytes, at_least_one=not batches)
+                if not cut.num_rows:
+                    return pa.Table.from_batches(batches, self.schema), position
+                batches.append(cut)
+                position += cut.num_rows
+                size_bytes += cut.nbytes
+            if one_answer:
+                break
+        return pa.Table.from_batches(batches, self.schema), position
+
+    def _decoded(self, found: QueueRead, begin: int, max_rows: int) -> Iterable[pa.RecordBatch]:
+        offset = found.offset
+        for record in found.records:
+            head, batch = decode_batch(record, self.schema, found.file, offset)
+            first = found.segment_begin + head.first_row
+            batch = batch.slice(max(begin - first, 0), max_rows)
+            yield batch
+            begin += batch.num_rows
+            max_rows -= batch.num_rows
+            offset += record.size
+
+    def trim(self, partition: int, index: int) -> None:
+        """Give up the rows below ``index``; whole segments are freed."""
+        self._store.commit(CommitRequest(trims=[Trim(self.queue_id, partition, index)]))
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """For each partition: the first position that can be read, and the one after the last."""
+        return self._store.bounds(self.queue_id)
+
+
+class Lease:
+    """A place in a group. It is lost when it is not renewed in time."""
+
+    def __init__(self, store: Store, lease_id: int) -> None:
+        self._store = store
+        self.lease_id = lease_id
+
+    def renew(self) -> None:
+        """Raises ``Expired`` when it was too late."""
+        self._store.renew(self.lease_id)
+
+    def leave(self) -> None:
+        self._store.leave(self.lease_id)
+
+
+class Leases:
+    """Named groups of members that are alive."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def register(self, group: str, member: str, attributes: Mapping[str, str], ttl_ms: int) -> Lease:
+        """Join a group; a member of the same name is replaced."""
+        return Lease(self._store, self._store.register(group, member, attributes, ttl_ms))
+
+    def members(self, group: str) -> list[Member]:
+        return self._store.members(group)[1]
+
+    def watch(self, group: str, revision: int, wait_ms: int) -> tuple[int, list[Member]]:
+        """Returns when the group's revision is not ``revision`` (any other number will do to begin), or in time."""
+        return self._store.watch(group, revision, wait_ms)
+
+    def groups(self) -> list[str]:
+        return self._store.groups()
+
+
+def _named(schemas: Mapping[str, Any], name: str, kind: str) -> Any:
+    if name in schemas:
+        return schemas[name]
+    similar = difflib.get_close_matches(name, schemas, 1)
+    hint = f"; did you mean {similar[0]!r}?" if similar else ""
+    raise UnknownTable(f"there is no {kind} {name!r}{hint}", table=name)
+
+
+def _within(batch: pa.RecordBatch, max_bytes: int, at_least_one: bool) -> pa.RecordBatch:
+    """The front of ``batch`` that fits into ``max_bytes``, taking its rows as equally large."""
+    if batch.nbytes <= max_bytes or not batch.num_rows:
+        return batch
+    rows = int(batch.num_rows * max(max_bytes, 0) / batch.nbytes)
+    return batch.slice(0, max(rows, 1) if at_least_one else rows)
+
+
+def _closing(reader: pa.RecordBatchReader, snapshot: Snapshot) -> Iterable[pa.RecordBatch]:
+    with snapshot:
+        yield from reader

@@ -1,0 +1,179 @@
+"""The control plane of the daemon: the gRPC service of ``proto/control.proto``, health and reflection."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from shuffle.errors import (
+    BadInput,
+    CommitConflict,
+    DiskFull,
+    Expired,
+    ShuffleError,
+    StoreUnavailable,
+    TableExists,
+    TooLarge,
+    UnknownTable,
+    to_wire,
+)
+from statestore.held import Held
+from statestore.local import LocalStore
+from statestore.proto import control_pb2 as pb
+from statestore.proto import control_pb2_grpc
+from statestore.request import CreateQueue, CreateTable, Drop
+from statestore.schema import QueueSchema, TableSchema
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Control"].full_name
+CONTROL_THREADS = 256
+"""Each long poll of ``Watch`` holds one: enough for the workers of one machine to watch, and some to spare."""
+
+_STATUS: list[tuple[type[ShuffleError], grpc.StatusCode]] = [
+    (UnknownTable, grpc.StatusCode.NOT_FOUND),
+    (TableExists, grpc.StatusCode.ALREADY_EXISTS),
+    (TooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (DiskFull, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (BadInput, grpc.StatusCode.INVALID_ARGUMENT),
+    (CommitConflict, grpc.StatusCode.ABORTED),
+    (Expired, grpc.StatusCode.FAILED_PRECONDITION),
+    (StoreUnavailable, grpc.StatusCode.UNAVAILABLE),
+]
+
+
+class ControlPlane(control_pb2_grpc.ControlServicer):
+    """Each method is a question to the store; ``_guarded`` turns its errors into status codes."""
+
+    def __init__(self, store: LocalStore, held: Held, info: pb.InfoReply) -> None:
+        self._store = store
+        self._held = held
+        self._info = info
+
+    def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoReply:  # noqa: N802
+        return self._info
+
+    def ListTables(self, request: pb.ListTablesRequest, context: Any) -> pb.ListTablesReply:  # noqa: N802
+        return pb.ListTablesReply(schema_json=[schema.to_json() for schema in self._store.tables()])
+
+    def ListQueues(self, request: pb.ListQueuesRequest, context: Any) -> pb.ListQueuesReply:  # noqa: N802
+        return pb.ListQueuesReply(schema_json=[schema.to_json() for schema in self._store.queues()])
+
+    def CreateTable(self, request: pb.CreateTableRequest, context: Any) -> pb.ChangeReply:  # noqa: N802
+        change = CreateTable(TableSchema.from_json(request.schema_json), request.if_not_exists)
+        self._store.change_catalogue(change)
+        return pb.ChangeReply()
+
+    def CreateQueue(self, request: pb.CreateQueueRequest, context: Any) -> pb.ChangeReply:  # noqa: N802
+        change = CreateQueue(QueueSchema.from_json(request.schema_json), request.if_not_exists)
+        self._store.change_catalogue(change)
+        return pb.ChangeReply()
+
+    def Drop(self, request: pb.DropRequest, context: Any) -> pb.ChangeReply:  # noqa: N802
+        self._store.change_catalogue(Drop(request.kind, request.name))
+        return pb.ChangeReply()
+
+    def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.SessionReply:  # noqa: N802
+        return pb.SessionReply(session_id=self._held.open_session(request.ttl_ms))
+
+    def RenewSession(self, request: pb.SessionRequest, context: Any) -> pb.SessionReply:  # noqa: N802
+        self._held.renew_session(request.session_id)
+        return pb.SessionReply(session_id=request.session_id)
+
+    def CloseSession(self, request: pb.SessionRequest, context: Any) -> pb.SessionReply:  # noqa: N802
+        self._held.close_session(request.session_id)
+        return pb.SessionReply(session_id=request.session_id)
+
+    def Register(self, request: pb.RegisterRequest, context: Any) -> pb.LeaseReply:  # noqa: N802
+        lease_id = self._store.register(request.group, request.member, dict(request.attributes), request.ttl_ms)
+        return pb.LeaseReply(lease_id=lease_id)
+
+    def Renew(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseReply:  # noqa: N802
+        self._store.renew(request.lease_id)
+        return pb.LeaseReply(lease_id=request.lease_id)
+
+    def Leave(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseReply:  # noqa: N802
+        self._store.leave(request.lease_id)
+        return pb.LeaseReply(lease_id=request.lease_id)
+
+    def Members(self, request: pb.MembersRequest, context: Any) -> pb.MembersReply:  # noqa: N802
+        return _members_reply(*self._store.members(request.group))
+
+    def Watch(self, request: pb.WatchRequest, context: Any) -> pb.MembersReply:  # noqa: N802
+        return _members_reply(*self._store.watch(request.group, request.revision, request.wait_ms))
+
+    def Groups(self, request: pb.GroupsRequest, context: Any) -> pb.GroupsReply:  # noqa: N802
+        return pb.GroupsReply(groups=self._store.groups())
+
+    def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:  # noqa: N802
+        return pb.StatsReply(stats_json=json.dumps(self._store.stats()))
+
+
+def _members_reply(revision: int, members: list[Any]) -> pb.MembersReply:
+    listed = [pb.Member(name=member.name, attributes=dict(member.attributes)) for member in members]
+    return pb.MembersReply(revision=revision, members=listed)
+
+
+class _TypedErrors(grpc.ServerInterceptor):  # type: ignore[misc]
+    """Errors leave as a status code and one JSON object, never as a traceback."""
+
+    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        handler = continuation(details)
+        if handler is None or not handler.unary_unary:
+            return handler
+        return grpc.unary_unary_rpc_method_handler(
+            _guarded(handler.unary_unary), handler.request_deserializer, handler.response_serializer
+        )
+
+
+def _guarded(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def call(request: Any, context: Any) -> Any:
+        try:
+            return method(request, context)
+        except ShuffleError as error:
+            status = next((code for kind, code in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+            context.abort(status, to_wire(error))
+
+    return call
+
+
+def check_listen(listen: str) -> None:
+    """Raises when nobody can listen there: gRPC would say so too, but in lines of its own on stderr."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal():
+        raise BadInput(f"cannot listen on {listen}: write it as host:port, port 0 for any free one")
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(address)
+    except OSError as error:
+        raise BadInput(f"cannot listen on {listen}: {error.strerror}") from None
+
+
+def control_server(plane: ControlPlane, listen: str) -> tuple[Any, int]:
+    """A started gRPC server and its port."""
+    server = grpc.server(
+        futures.ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control"),
+        interceptors=[_TypedErrors()],
+        options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4 << 20)],
+    )
+    control_pb2_grpc.add_ControlServicer_to_server(plane, server)  # type: ignore[no-untyped-call]
+    states = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(states, server)
+    for name in ("", SERVICE):
+        states.set(name, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError:
+        port = 0
+    if not port:
+        raise BadInput(f"cannot listen on {listen}: the port is taken, or the host is not one of this machine")
+    server.start()
+    return server, port

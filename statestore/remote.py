@@ -1,0 +1,420 @@
+"""The store behind a daemon: rows over the lane or Flight exchanges, everything else over gRPC."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pyarrow as pa
+
+from shuffle import flight
+from shuffle.errors import BadInput, CommitUnknown, Expired, ShuffleError, StoreUnavailable, from_wire
+from shuffle.limits import WAIT_MS_MAX
+from statestore.buffers import Binary
+from statestore.disk import map_range
+from statestore.folder import served_at
+from statestore.group import Span
+from statestore.lane_frames import is_small
+from statestore.leases import Member
+from statestore.proto import control_pb2 as pb
+from statestore.proto import control_pb2_grpc
+from statestore.readahead import Question, ReadAhead
+from statestore.request import CatalogueChange, CommitRequest, Committed, CreateQueue, CreateTable
+from statestore.schema import QueueSchema, TableSchema
+from statestore.sessions import SESSION_TTL_MS_DEFAULT
+from statestore.sockets import Place, SocketPool
+from statestore.store import Moment, QueueRead
+from statestore.streams import Answer, NothingSent, StreamPool
+from statestore.wire import Header, Rows, as_buffers, encode_commit, pack_sections, rows_of
+
+TIMEOUT_S_DEFAULT = 30.0
+"""How long a call waits for its answer, beyond any wait it asks for itself."""
+
+CONNECT_TIMEOUT_S = 5.0
+
+RECONNECT_S_MAX = 1.5
+"""How long a call waits for a daemon that could not be reached the last time: a little over gRPC's longest back-off."""
+
+_NO_REVISION = 2**64 - 1
+"""No group ever has this one, so a watch that names it returns at once."""
+
+_CHANNEL_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+class RemoteStore:
+    """A ``Store`` at ``grpc://host:port``. Reconnects by itself; nothing but commits is ever left unknown."""
+
+    def __init__(
+        self,
+        address: str,
+        timeout_s: float | None = None,
+        local_files: bool = True,
+        session_ttl_ms: int = SESSION_TTL_MS_DEFAULT,
+    ) -> None:
+        """``session_ttl_ms``: how long the daemon keeps the snapshots and transactions of a client that died."""
+        self._target = _target(address)
+        self._address = f"grpc://{self._target}"
+        self._timeout_s = TIMEOUT_S_DEFAULT if timeout_s is None else timeout_s
+        self._channel = grpc.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
+        self._control = control_pb2_grpc.ControlStub(self._channel)  # type: ignore[no-untyped-call]
+        self._info: pb.InfoReply | None = None
+        self._unreachable = False
+        self._local_files = local_files
+        self._abandoned: deque[Moment] = deque()
+        self._read_ahead = ReadAhead(self._read_wire)
+        self._maps_files = False
+        """Whether the daemon's files can be read from here."""
+        self._session_ttl_ms = session_ttl_ms
+        self._session_id = 0
+        self._session_lock = threading.Lock()
+        self._closed = threading.Event()
+        self._streams = StreamPool(self._connect, self._address)
+        self._sockets = SocketPool(self._lane_place, self._address)
+        self._renewer: threading.Thread | None = None
+        try:
+            self._refresh_info(CONNECT_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- connecting ---
+
+    def _refresh_info(self, timeout_s: float) -> pb.InfoReply:
+        info: pb.InfoReply = self._call("Info", pb.InfoRequest(), timeout_s)
+        self._info = info
+        folder = Path(info.folder)
+        # The daemon's files can be mapped only where this very daemon has announced itself in that folder.
+        self._maps_files = self._local_files and served_at(folder) == self._address
+        return info
+
+    def _connect(self) -> Any:
+        """A Flight client for the daemon as it is now: after a restart its data plane has another port."""
+        return flight.connect(f"grpc://{self._own_host(self._refresh_info(CONNECT_TIMEOUT_S).flight_address)}")
+
+    def _lane_place(self) -> Place:
+        info = self._refresh_info(CONNECT_TIMEOUT_S)
+        host, _, port = self._own_host(info.lane_address).rpartition(":")
+        if not port.isdigit():
+            raise StoreUnavailable(f"the state store at {self._address} is of another version", address=self._address)
+        # Only where this very daemon was reached directly: whoever came through a proxy goes on through it.
+        return Place(host.strip("[]"), int(port), info.lane_local_name if self._maps_files else "")
+
+    def _own_host(self, address: str) -> str:
+        """``host:port`` of ``scheme://host:port``; where the host is left out, it is the one this client uses."""
+        found = address.partition("://")[2]
+        return self._target.rpartition(":")[0] + found if found.startswith(":") else found
+
+    def _call(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
+        try:
+            if self._unreachable:
+                # gRPC refuses calls until its back-off is over, though the daemon may be back already.
+                grpc.channel_ready_future(self._channel).result(RECONNECT_S_MAX)
+                self._unreachable = False
+            return getattr(self._control, method)(request, timeout=timeout_s or self._timeout_s)
+        except grpc.FutureTimeoutError:
+            raise StoreUnavailable(
+                f"the state store at {self._address} cannot be reached: is it running?", address=self._address
+            ) from None
+        except grpc.RpcError as error:
+            details = error.details() or ""
+            if details.startswith('{"code":'):
+                raise from_wire(details) from None
+            self._unreachable = error.code() == grpc.StatusCode.UNAVAILABLE
+            raise StoreUnavailable(
+                f"the state store at {self._address} cannot be reached ({error.code().name.lower()}): is it running?",
+                address=self._address,
+            ) from None
+        except ValueError:
+            raise StoreUnavailable("the client is closed", address=self._address) from None
+
+    def _ask(self, header: Header, rows: Rows | None = None, wait_ms: int = 0) -> Answer:
+        """A question that may be asked twice: once more when the daemon went away, since it may be back."""
+        timeout_s = self._timeout_s + wait_ms / 1000
+        try:
+            return self._ask_once(header, rows, timeout_s)
+        except (NothingSent, StoreUnavailable):
+            try:
+                return self._ask_once(header, rows, timeout_s)
+            except NothingSent as error:
+                raise StoreUnavailable(str(error), address=self._address) from None
+
+    def _ask_once(self, header: Header, rows: Rows | None, timeout_s: float) -> Answer:
+        if not is_small(header, rows):
+            return self._streams.ask(header, rows, timeout_s)
+        answer, found = self._sockets.ask(header, rows, timeout_s)
+        if "elsewhere" not in answer:
+            return answer, found
+        # Too large an answer for the lane. What it opened is there, and need not be opened again.
+        again = {**header, "hold": False, "moment": answer.get("moment", header.get("moment"))}
+        more, found = self._streams.ask(again, rows, timeout_s)
+        return {**answer, **more}, found
+
+    # --- the session: what makes moments end with this client ---
+
+    def _session(self) -> int:
+        with self._session_lock:
+            if not self._session_id:
+                reply = self._call("OpenSession", pb.OpenSessionRequest(ttl_ms=self._session_ttl_ms))
+                self._session_id = reply.session_id
+                if self._renewer is None:
+                    self._renewer = threading.Thread(target=self._renew_session, name="store-session", daemon=True)
+                    self._renewer.start()
+            return self._session_id
+
+    def _renew_session(self) -> None:
+        while not self._closed.wait(self._session_ttl_ms / 3000):
+            session_id = self._session_id
+            if not session_id:
+                continue
+            while self._abandoned:
+                self.release_moment(self._abandoned.popleft())
+            try:
+                self._call("RenewSession", pb.SessionRequest(session_id=session_id), self._session_ttl_ms / 3000)
+            except Expired:
+                self._forget_session(session_id)
+            except ShuffleError:
+                continue
+
+    def _forget_session(self, session_id: int) -> None:
+        with self._session_lock:
+            if self._session_id == session_id:
+                self._session_id = 0
+
+    def _ask_in_session(self, header: Header, rows: Rows | None = None, moment: Moment | None = None) -> Answer:
+        if moment is not None and moment.session_id:
+            return self._ask({**header, "session": moment.session_id}, rows)
+        session_id = self._session()
+        try:
+            return self._ask({**header, "session": session_id}, rows)
+        except Expired:
+            # The daemon does not know the session any more. What it held is gone, but a new moment can be had.
+            self._forget_session(session_id)
+            if header.get("moment") is not None:
+                raise
+            return self._ask({**header, "session": self._session()}, rows)
+
+    # --- the catalogue ---
+
+    def tables(self) -> list[TableSchema]:
+        reply = self._call("ListTables", pb.ListTablesRequest())
+        return [TableSchema.from_json(text) for text in reply.schema_json]
+
+    def queues(self) -> list[QueueSchema]:
+        reply = self._call("ListQueues", pb.ListQueuesRequest())
+        return [QueueSchema.from_json(text) for text in reply.schema_json]
+
+    def change_catalogue(self, change: CatalogueChange) -> None:
+        if isinstance(change, CreateTable):
+            table = pb.CreateTableRequest(schema_json=change.schema.to_json(), if_not_exists=change.if_not_exists)
+            self._call("CreateTable", table)
+        elif isinstance(change, CreateQueue):
+            queue = pb.CreateQueueRequest(schema_json=change.schema.to_json(), if_not_exists=change.if_not_exists)
+            self._call("CreateQueue", queue)
+        else:
+            self._call("Drop", pb.DropRequest(kind=change.kind, name=change.name))
+
+    # --- reading tables ---
+
+    def open_moment(self) -> Moment:
+        answer, _ = self._ask_in_session({"op": "open"})
+        return Moment(answer["moment"], answer["version"])
+
+    def share_moment(self, ttl_ms: int) -> Moment:
+        # A session of its own: it must live on when this process ends.
+        session_id = self._call("OpenSession", pb.OpenSessionRequest(ttl_ms=ttl_ms)).session_id
+        answer, _ = self._ask({"op": "open", "session": session_id})
+        return Moment(answer["moment"], answer["version"], session_id)
+
+    def renew_moment(self, moment: Moment) -> None:
+        self._call("RenewSession", pb.SessionRequest(session_id=moment.session_id or self._session()))
+
+    def abandon_moment(self, moment: Moment) -> None:
+        self._abandoned.append(moment)
+
+    def release_moment(self, moment: Moment) -> None:
+        if moment.session_id:
+            with contextlib.suppress(ShuffleError):
+                self._call("CloseSession", pb.SessionRequest(session_id=moment.session_id), 1.0)
+            return
+        if self._closed.is_set() or not self._session_id:
+            return
+        # If the daemon cannot be told, the end of the session tells it.
+        with contextlib.suppress(ShuffleError):
+            self._ask({"op": "release", "session": self._session_id, "moment": moment.moment_id})
+
+    def get(self, moment: Moment | None, table_id: int, keys: Binary) -> Binary:
+        header = {"op": "get", "table": table_id}
+        if moment is None:
+            return _rows(self._ask(header, rows_of(keys, None)))[1]
+        answer = self._ask_in_session({**header, "moment": moment.moment_id}, rows_of(keys, None), moment)
+        return _rows(answer)[1]
+
+    def get_and_hold(self, table_id: int, keys: Binary) -> tuple[Moment, Binary]:
+        answer = self._ask_in_session({"op": "get", "table": table_id, "hold": True}, rows_of(keys, None))
+        return Moment(answer[0]["moment"], answer[0]["version"]), _rows(answer)[1]
+
+    def scan(
+        self, moment: Moment | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
+    ) -> Rows:
+        header: Header = {"op": "scan", "table": table_id, "rows": rows_max, "reverse": reverse}
+        bounds = [begin], [end]
+        if moment is None:
+            return _rows(self._ask(header, bounds))
+        return _rows(self._ask_in_session({**header, "moment": moment.moment_id}, bounds, moment))
+
+    # --- writing ---
+
+    def commit(self, request: CommitRequest, moment: Moment | None = None) -> Committed:
+        sections, rows = pack_sections(*encode_commit(request))
+        header: Header = {"op": "commit", "sections": sections}
+        if request.reads is not None:
+            header["version"] = request.reads.version
+        if moment is not None:
+            header |= {"session": self._session_id, "moment": moment.moment_id}
+        try:
+            answer, _ = self._ask_once(header, rows, self._timeout_s)
+        except NothingSent as error:
+            raise StoreUnavailable(f"{error}: nothing was committed", address=self._address) from None
+        except StoreUnavailable as error:
+            raise CommitUnknown(f"{error.message}: the commit may or may not have happened; read the state") from None
+        return Committed(answer["version"], tuple((begin, end) for begin, end in answer["appended"]))
+
+    def stage(self, queue_id: int, payloads: Sequence[pa.Buffer], ttl_ms: int) -> str:
+        values = pa.array([memoryview(payload) for payload in payloads], pa.binary())
+        answer, _ = self._ask({"op": "stage", "queue": queue_id, "ttl_ms": ttl_ms}, rows_of(None, values))
+        return str(answer["staged"])
+
+    def discard(self, staged_id: str) -> None:
+        self._ask({"op": "discard", "staged": staged_id})
+
+    # --- reading queues ---
+
+    def bounds(self, queue_id: int) -> list[tuple[int, int]]:
+        answer, _ = self._ask({"op": "bounds", "queue": queue_id})
+        return [(begin, end) for begin, end in answer["bounds"]]
+
+    def read(
+        self, queue_id: int, partition: int, begin: int, max_rows: int, max_bytes: int, wait_ms: int
+    ) -> QueueRead | None:
+        question = Question(queue_id, partition, begin, max_rows, max_bytes)
+        wait_ms = min(wait_ms, WAIT_MS_MAX)
+        if self._maps_files:
+            found = self._read_mapped(question, wait_ms)
+            if found is not None or self._maps_files:
+                return found
+        return self._read_ahead.read(question, wait_ms)
+
+    def _read_wire(self, question: Question, wait_ms: int) -> QueueRead | None:
+        answer, frames = self._ask(_read_header(question, wait_ms), wait_ms=wait_ms)
+        if answer["file"] is None:
+            return None
+        records = [record for rows in frames for record in as_buffers(rows[1])]
+        return QueueRead(answer["file"], answer["offset"], records, answer["segment"])
+
+    def _read_mapped(self, question: Question, wait_ms: int) -> QueueRead | None:
+        """The records from the segment file itself: the daemon only says where they are."""
+        answer, _ = self._ask({**_read_header(question, wait_ms), "local": True}, wait_ms=wait_ms)
+        if answer["file"] is None:
+            return None
+        span = Span(answer["file"], answer["offset"], answer["ends"], answer["segment"])
+        try:
+            records = span.split(map_range(Path(span.file), span.offset, span.size_bytes))
+        except OSError:
+            # Trimmed a moment ago, or not this machine's folder after all: from now on rows come over the wire.
+            self._maps_files = False
+            return None
+        return QueueRead(span.file, span.offset, records, span.segment_begin)
+
+    # --- leases ---
+
+    def register(self, group: str, member: str, attributes: Mapping[str, str], ttl_ms: int) -> int:
+        try:
+            request = pb.RegisterRequest(group=group, member=member, attributes=dict(attributes), ttl_ms=ttl_ms)
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"group {group!r}, member {member!r}: not a lease: {error}") from None
+        return int(self._call("Register", request).lease_id)
+
+    def renew(self, lease_id: int) -> None:
+        self._call("Renew", pb.LeaseRequest(lease_id=lease_id))
+
+    def leave(self, lease_id: int) -> None:
+        self._call("Leave", pb.LeaseRequest(lease_id=lease_id))
+
+    def members(self, group: str) -> tuple[int, list[Member]]:
+        return _members(self._call("Members", pb.MembersRequest(group=group)))
+
+    def watch(self, group: str, revision: int, wait_ms: int) -> tuple[int, list[Member]]:
+        wait_ms = min(wait_ms, WAIT_MS_MAX)
+        request = pb.WatchRequest(group=group, revision=revision if revision >= 0 else _NO_REVISION, wait_ms=wait_ms)
+        return _members(self._call("Watch", request, self._timeout_s + wait_ms / 1000))
+
+    def groups(self) -> list[str]:
+        return list(self._call("Groups", pb.GroupsRequest()).groups)
+
+    # --- the rest ---
+
+    def stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._call("Stats", pb.StatsRequest()).stats_json)
+        return found
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def folder(self) -> Path | None:
+        return Path(self._info.folder) if self._maps_files and self._info is not None else None
+
+    def close(self) -> None:
+        if self._closed.is_set():
+            return
+        if self._session_id:
+            with contextlib.suppress(ShuffleError):
+                self._call("CloseSession", pb.SessionRequest(session_id=self._session_id), 1.0)
+        self._closed.set()
+        self._read_ahead.close()
+        self._streams.close()
+        self._sockets.close()
+        self._channel.close()
+
+
+def _target(address: str) -> str:
+    target = address.removeprefix("grpc://")
+    host, _, port = target.rpartition(":")
+    if "://" in target or not host or not port.isdigit():
+        raise BadInput(f"not the address of a state store: {address!r}; it looks like grpc://host:port")
+    return target
+
+
+def _read_header(question: Question, wait_ms: int) -> Header:
+    return {
+        "op": "read",
+        "queue": question.queue_id,
+        "partition": question.partition,
+        "begin": question.begin,
+        "rows": question.max_rows,
+        "bytes": question.max_bytes,
+        "wait_ms": wait_ms,
+    }
+
+
+def _rows(answer: Answer) -> Rows:
+    if not answer[1]:
+        raise StoreUnavailable("the state store answered without the rows it was asked for")
+    return answer[1][0]
+
+
+def _members(reply: pb.MembersReply) -> tuple[int, list[Member]]:
+    return reply.revision, [Member(member.name, dict(member.attributes)) for member in reply.members]

@@ -1,0 +1,207 @@
+"""The client's end of the lane: a pool of connections, one question at a time on each, every wait bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shuffle.errors import BadInput, StoreUnavailable, from_wire
+from shuffle.limits import KIB
+from statestore.lane_frames import (
+    ANSWER_BYTES_MAX,
+    GREETING,
+    decode_frame,
+    encode_frame,
+    frame_bytes,
+    local_address,
+    send_at_once,
+)
+from statestore.streams import Answer, NothingSent
+from statestore.wire import Header, Rows
+
+POOL_MAX = 64
+"""Idle connections kept."""
+
+CONNECT_TIMEOUT_S = 5.0
+
+_RECEIVE_BYTES = 64 * KIB
+_IDLE_S = 0.05
+"""After so long without a question, a connection is looked at before it is trusted with one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a daemon's lane is."""
+
+    host: str
+    port: int
+    local_name: str
+    """Of the socket for clients on its own machine; empty where there is none."""
+
+
+def _connected(place: Place) -> socket.socket:
+    if place.local_name and sys.platform == "linux":
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.settimeout(CONNECT_TIMEOUT_S)
+            sock.connect(local_address(place.local_name))
+            return sock
+        except OSError:
+            # Another machine, or another container on this one.
+            sock.close()
+    return socket.create_connection((place.host, place.port), CONNECT_TIMEOUT_S)
+
+
+class _Connection:
+    def __init__(self, place: Place) -> None:
+        self._sock = _connected(place)
+        try:
+            send_at_once(self._sock)
+            if self._received(len(GREETING)) != GREETING:
+                raise ConnectionError("not the lane of a state store")
+            # From here on the kernel keeps the time: Python's own timeouts would poll before each call.
+            self._sock.settimeout(None)
+        except BaseException:
+            self._sock.close()
+            raise
+        self._timeout_s = 0.0
+        self._used_at = time.monotonic()
+
+    def is_alive(self) -> bool:
+        """False when the daemon is known to have closed it. Worth a look only when it has been idle."""
+        if time.monotonic() - self._used_at < _IDLE_S:
+            return True
+        try:
+            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def ask(self, question: bytes, timeout_s: float) -> tuple[Header, Rows | None]:
+        if timeout_s != self._timeout_s:
+            self._set_timeout(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        self._sock.sendall(question)
+        data = self._sock.recv(_RECEIVE_BYTES)
+        whole = frame_bytes(data)
+        if whole is None or len(data) < whole:
+            data = self._rest(data, deadline)
+        self._used_at = time.monotonic()
+        return decode_frame(data)
+
+    def _rest(self, begin: bytes, deadline: float) -> bytes:
+        data = bytearray(begin)
+        while True:
+            whole = frame_bytes(data)
+            if whole is not None and whole > ANSWER_BYTES_MAX:
+                raise BadInput(f"an answer of {whole} bytes, more than {ANSWER_BYTES_MAX}")
+            if whole is not None and len(data) >= whole:
+                return bytes(data)
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            piece = self._sock.recv(_RECEIVE_BYTES)
+            if not piece:
+                raise ConnectionError("closed")
+            data += piece
+
+    def _received(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count and (piece := self._sock.recv(count - len(data))):
+            data += piece
+        return data
+
+    def _set_timeout(self, timeout_s: float) -> None:
+        seconds, rest = divmod(max(timeout_s, 0.001), 1)
+        timeval = struct.pack("ll", int(seconds), int(rest * 1_000_000))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        self._timeout_s = timeout_s
+
+    def hang_up(self) -> None:
+        """Ends the wait of a thread that has a question on it, too."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class SocketPool:
+    """Connections to one daemon. One that broke is thrown away; the next question makes another."""
+
+    def __init__(self, locate: Callable[[], Place], who: str) -> None:
+        """``locate`` tells where the daemon is now: after a restart it is elsewhere."""
+        self._locate = locate
+        self._who = who
+        self._idle: list[_Connection] = []
+        self._asking: set[_Connection] = set()
+        self._closed = False
+
+    def ask(self, header: Header, rows: Rows | None, timeout_s: float) -> Answer:
+        """The answer to one question.
+
+        Raises the store's own error, ``StoreUnavailable`` when it broke off on the way, or ``NothingSent`` when the
+        store could not even be asked.
+        """
+        question = encode_frame(header, rows)
+        connection = self._take()
+        self._asking.add(connection)
+        try:
+            answer, found = connection.ask(question, timeout_s)
+        except BaseException as error:
+            self._asking.discard(connection)
+            connection.close()
+            # The idle ones lead to the same daemon; if it was restarted they are as dead as this one.
+            self._throw_away()
+            if not isinstance(error, OSError | BadInput):
+                raise
+            raise StoreUnavailable(
+                f"the state store at {self._who} went away or did not answer within {timeout_s:g} s", address=self._who
+            ) from None
+        self._asking.discard(connection)
+        self._keep(connection)
+        if "error" in answer:
+            raise from_wire(answer["error"])
+        return answer, [] if found is None else [found]
+
+    def close(self) -> None:
+        self._closed = True
+        for connection in list(self._asking):
+            connection.hang_up()
+        self._throw_away()
+
+    def _take(self) -> _Connection:
+        if self._closed:
+            raise NothingSent("the client is closed")
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                break
+            if connection.is_alive():
+                return connection
+            connection.close()
+        try:
+            return _Connection(self._locate())
+        except (OSError, StoreUnavailable) as error:
+            raise NothingSent(f"the state store at {self._who} cannot be reached") from error
+
+    def _keep(self, connection: _Connection) -> None:
+        if len(self._idle) < POOL_MAX:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        if self._closed:
+            self._throw_away()
+
+    def _throw_away(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().close()

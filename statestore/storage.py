@@ -1,0 +1,71 @@
+"""What the engine needs of RocksDB and of a disk. ``rocks`` and ``disk`` are the real ones; a simulation has others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import pyarrow as pa
+
+Pairs = tuple[Sequence[bytes], Sequence[bytes | None]]
+"""Keys, and the value of each; None deletes."""
+
+
+class KeyView(Protocol):
+    """All keys at one moment."""
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]: ...
+
+    def scan(self, begin: bytes, end: bytes | None, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]: ...
+
+
+class KeyValues(Protocol):
+    """An ordered map on disk: what the engine needs of RocksDB."""
+
+    def view(self) -> KeyView: ...
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """What the keys hold now, also what is not yet synced."""
+        ...
+
+    def write(self, puts: Sequence[Pairs]) -> int: ...
+
+    def sync(self) -> None: ...
+
+    def unflushed_bytes(self) -> int:
+        """Bytes that are in the log alone: they need as much room again when they are flushed."""
+        ...
+
+    def statistics(self) -> dict[str, int]: ...
+
+    def close(self) -> None: ...
+
+
+class Segments(Protocol):
+    """Segment files: what the engine needs of a disk."""
+
+    written_bytes: int
+
+    def names(self) -> Iterator[str]: ...
+
+    def size(self, name: str) -> int: ...
+
+    def modified_ms(self, name: str) -> int: ...
+
+    def create(self, name: str, header: bytes) -> None: ...
+
+    def append(self, name: str, offset: int, parts: Sequence[bytes | memoryview]) -> int: ...
+
+    def sync(self, name: str) -> None: ...
+
+    def truncate(self, name: str, size_bytes: int) -> None: ...
+
+    def map(self, name: str, size_bytes: int) -> pa.Buffer: ...
+
+    def close_file(self, name: str) -> None: ...
+
+    def remove(self, name: str) -> None: ...
+
+    def free_bytes(self) -> int: ...
+
+    def close(self) -> None: ...

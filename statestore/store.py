@@ -1,0 +1,132 @@
+"""What a state store is, as its clients see it: one small Protocol, with two implementations.
+
+``LocalStore`` has RocksDB and the segment files in this process; ``RemoteStore`` talks to a daemon that has. Another
+database that keeps an ordered map of bytes and transactions over it can become a third. Everything typed (schemas,
+Arrow tables, read-your-writes) is above this line, in ``client`` and ``transaction``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from statestore.buffers import Binary
+from statestore.leases import Member
+from statestore.request import CatalogueChange, CommitRequest, Committed
+from statestore.schema import QueueSchema, TableSchema
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A version of the store that stays readable until it is released."""
+
+    moment_id: int
+    version: int
+    session_id: int = 0
+    """Of a moment that is shared between clients: the session that holds it; 0: the client's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRead:
+    """Records of a queue as they stand in their segment file."""
+
+    file: str
+    offset: int
+    """Of the first record in the file."""
+    records: Sequence[pa.Buffer]
+    segment_begin: int
+    """The position of the segment's row 0: records count their rows from there."""
+
+
+class Store(Protocol):
+    """The operations of a state store. Safe to call from many threads."""
+
+    # the catalogue
+
+    def tables(self) -> list[TableSchema]: ...
+
+    def queues(self) -> list[QueueSchema]: ...
+
+    def change_catalogue(self, change: CatalogueChange) -> None: ...
+
+    # reading tables
+
+    def open_moment(self) -> Moment: ...
+
+    def release_moment(self, moment: Moment) -> None: ...
+
+    def abandon_moment(self, moment: Moment) -> None:
+        """Release it some time later. For finalisers, which may run inside any lock: takes none, asks nobody."""
+        ...
+
+    def share_moment(self, ttl_ms: int) -> Moment:
+        """A moment that any client may read at, held by the store until nobody has renewed it for ``ttl_ms``."""
+        ...
+
+    def renew_moment(self, moment: Moment) -> None: ...
+
+    def get(self, moment: Moment | None, table_id: int, keys: Binary) -> Binary:
+        """The value of each key, null where there is none, in the form of ``keys``; at ``moment``, or as of now."""
+        ...
+
+    def get_and_hold(self, table_id: int, keys: Binary) -> tuple[Moment, Binary]:
+        """``open_moment`` and ``get`` in one step: how most transactions begin."""
+        ...
+
+    def scan(
+        self, moment: Moment | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
+    ) -> tuple[pa.BinaryArray, pa.BinaryArray]:
+        """The next keys and values of a range. Fewer than ``rows_max`` only at its end or at a limit of bytes."""
+        ...
+
+    # writing
+
+    def commit(self, request: CommitRequest, moment: Moment | None = None) -> Committed:
+        """Durable when it returns; ``moment``, where the transaction read, is released whatever the outcome."""
+        ...
+
+    def stage(self, queue_id: int, payloads: Sequence[pa.Buffer], ttl_ms: int) -> str: ...
+
+    def discard(self, staged_id: str) -> None: ...
+
+    # reading queues
+
+    def bounds(self, queue_id: int) -> list[tuple[int, int]]: ...
+
+    def read(
+        self, queue_id: int, partition: int, begin: int, max_rows: int, max_bytes: int, wait_ms: int
+    ) -> QueueRead | None: ...
+
+    # leases
+
+    def register(self, group: str, member: str, attributes: Mapping[str, str], ttl_ms: int) -> int: ...
+
+    def renew(self, lease_id: int) -> None: ...
+
+    def leave(self, lease_id: int) -> None: ...
+
+    def members(self, group: str) -> tuple[int, list[Member]]:
+        """The group's revision and its members."""
+        ...
+
+    def watch(self, group: str, revision: int, wait_ms: int) -> tuple[int, list[Member]]: ...
+
+    def groups(self) -> list[str]: ...
+
+    # the rest
+
+    def stats(self) -> dict[str, Any]: ...
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def folder(self) -> Path | None:
+        """The store's folder, when its files can be read from this process."""
+        ...
+
+    def close(self) -> None: ...

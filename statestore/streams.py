@@ -1,0 +1,146 @@
+"""The client's end of the exchange: a pool of open streams, one question at a time on each, every wait bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+
+from shuffle import flight
+from shuffle.errors import ShuffleError, StoreUnavailable, from_wire
+from statestore.wire import EXCHANGE, FRAME, Header, Rows, decode_header, encode_header, frame
+
+Answer = tuple[Header, list[Rows]]
+"""A header and its frames of rows; most answers have one or none."""
+
+POOL_MAX = 64
+"""Idle streams kept; each is a thread at the daemon."""
+
+_WATCH_PERIOD_S = 0.25
+
+
+class NothingSent(Exception):
+    """The question did not reach the store, so asking it again is safe."""
+
+
+class _Stream:
+    def __init__(self, client: Any) -> None:
+        descriptor = flight.FlightDescriptor.for_command(EXCHANGE)
+        self._writer, self._reader = client.do_exchange(descriptor)
+        self._writer.begin(FRAME)
+
+    def ask(self, header: bytes, batch: pa.RecordBatch | None) -> Answer:
+        if batch is None:
+            self._writer.write_metadata(header)
+        else:
+            self._writer.write_with_metadata(batch, header)
+        chunk = self._reader.read_chunk()
+        answer = decode_header(None if chunk.app_metadata is None else chunk.app_metadata.to_pybytes())
+        batches = [] if chunk.data is None else [chunk.data]
+        for _ in range(answer.get("frames", 1) - 1):
+            batches.append(self._reader.read_chunk().data)
+        return answer, [(batch.column(0), batch.column(1)) for batch in batches]
+
+    def cancel(self) -> None:
+        self._reader.cancel()
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            self._reader.cancel()
+        with contextlib.suppress(Exception):
+            self._writer.close()
+
+
+class StreamPool:
+    """Streams to one daemon. A stream that broke is thrown away; the next question opens another."""
+
+    def __init__(self, connect: Callable[[], Any], who: str) -> None:
+        self._connect = connect
+        self._who = who
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._idle: list[_Stream] = []
+        self._asking: dict[_Stream, float] = {}
+        self._closed = threading.Event()
+        self._watchdog = threading.Thread(target=self._watch, name="store-deadlines", daemon=True)
+        self._watchdog.start()
+
+    def ask(self, header: Header, rows: Rows | None, timeout_s: float) -> Answer:
+        """The answer to one question.
+
+        Raises the store's own error, ``StoreUnavailable`` when it broke off on the way, or ``NothingSent`` (from it)
+        when the store could not even be asked.
+        """
+        stream = self._take()
+        encoded, batch = encode_header(header), None if rows is None else frame(*rows)
+        with self._lock:
+            self._asking[stream] = time.monotonic() + timeout_s
+        try:
+            answer, frames = stream.ask(encoded, batch)
+        except BaseException as error:
+            self._finished(stream, alive=False)
+            if not isinstance(error, Exception) or isinstance(error, ShuffleError):
+                raise
+            raise StoreUnavailable(
+                f"the state store at {self._who} went away or did not answer within {timeout_s:g} s", address=self._who
+            ) from None
+        self._finished(stream, alive=True)
+        if "error" in answer:
+            raise from_wire(answer["error"])
+        return answer, frames
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            streams, self._idle = self._idle + list(self._asking), []
+            client, self._client = self._client, None
+        for stream in streams:
+            stream.close()
+        if client is not None:
+            with contextlib.suppress(Exception):
+                client.close()
+
+    def _take(self) -> _Stream:
+        if self._closed.is_set():
+            raise NothingSent("the client is closed")
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+            client = self._client
+        try:
+            if client is None:
+                client = self._connect()
+                with self._lock:
+                    self._client = client
+            return _Stream(client)
+        except Exception as error:
+            with self._lock:
+                self._client = None
+            raise NothingSent(f"the state store at {self._who} cannot be reached") from error
+
+    def _finished(self, stream: _Stream, alive: bool) -> None:
+        with self._lock:
+            self._asking.pop(stream, None)
+            if alive and len(self._idle) < POOL_MAX and not self._closed.is_set():
+                self._idle.append(stream)
+                return
+            if not alive:
+                # The others lead to the same daemon; if it was restarted they are as dead as this one.
+                dead, self._idle, self._client = self._idle, [], None
+            else:
+                dead = []
+        for one in [stream, *dead]:
+            one.close()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_WATCH_PERIOD_S):
+            now = time.monotonic()
+            with self._lock:
+                overdue = [stream for stream, deadline in self._asking.items() if deadline < now]
+            for stream in overdue:
+                with contextlib.suppress(Exception):
+                    stream.cancel()

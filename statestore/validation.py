@@ -1,0 +1,123 @@
+"""What decides whether an optimistic transaction may commit: which keys changed since it read them.
+
+Theory of operation. Every commit has a version, one higher than the commit before. A transaction reads at the version
+of one moment and names, when it commits, the keys (present or absent) and the ranges it read. It may commit when no
+later commit has written any of them: then all its reads are still true, and it behaves as if it had run in one instant.
+
+``ConflictHistory`` remembers the keys of recent commits for that. It forgets commits that no open transaction can
+conflict with, and, so that memory stays bounded, the oldest ones beyond ``keys_max``; a transaction that reads at a
+version older than what is remembered is refused, since its reads can no longer be checked.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+HISTORY_KEYS_MAX = 2_000_000
+"""About 200 bytes a key in CPython: some 400 MB while a transaction stays open under full load; then it is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRange:
+    """``begin <= key < end``; an ``end`` of None is unbounded."""
+
+    begin: bytes
+    end: bytes | None
+
+    def contains(self, key: bytes) -> bool:
+        return self.begin <= key and (self.end is None or key < self.end)
+
+
+class _Commit:
+    """The keys that one commit wrote, sorted only when a range has to be checked against them."""
+
+    __slots__ = ("_sorted", "keys", "version")
+
+    def __init__(self, version: int, keys: Sequence[bytes]) -> None:
+        self.version = version
+        self.keys = keys
+        self._sorted: list[bytes] | None = None
+
+    def touches(self, wanted: KeyRange) -> bytes | None:
+        if self._sorted is None:
+            self._sorted = sorted(self.keys)
+        at = bisect_left(self._sorted, wanted.begin)
+        if at < len(self._sorted) and wanted.contains(self._sorted[at]):
+            return self._sorted[at]
+        return None
+
+
+class ConflictHistory:
+    """The recently written keys, by version."""
+
+    def __init__(self, version: int, keys_max: int = HISTORY_KEYS_MAX) -> None:
+        self._floor = version
+        self._keys_max = keys_max
+        self._keys_count = 0
+        self._commits: deque[_Commit] = deque()
+        self._last_write: dict[bytes, int] = {}
+
+    @property
+    def floor(self) -> int:
+        """The oldest version at which a transaction may have read and still be checked."""
+        return self._floor
+
+    @property
+    def keys_count(self) -> int:
+        return self._keys_count
+
+    def conflict(self, version: int, keys: Iterable[bytes], ranges: Iterable[KeyRange]) -> str | None:
+        """Why reads made at ``version`` no longer hold, or None when they do."""
+        if version < self._floor:
+            return f"it read at version {version}, and changes are only remembered since version {self._floor}"
+        if not self._commits:
+            return None
+        last_write = self._last_write
+        for key in keys:
+            written = last_write.get(key)
+            if written is not None and written > version:
+                return f"a key it read was written by the commit of version {written}"
+        for wanted in ranges:
+            for commit in reversed(self._commits):
+                if commit.version <= version:
+                    break
+                if commit.touches(wanted) is not None:
+                    return f"a range it read was written by the commit of version {commit.version}"
+        return None
+
+    def record(self, version: int, keys: Sequence[bytes]) -> None:
+        """Remember what the commit of ``version`` wrote."""
+        assert not self._commits or version > self._commits[-1].version
+        self._commits.append(_Commit(version, keys))
+        self._last_write.update(dict.fromkeys(keys, version))
+        self._keys_count += len(keys)
+        while self._keys_count > self._keys_max and self._commits:
+            self._forget_oldest()
+
+    def take_back(self, version: int) -> None:
+        """The commits after ``version`` did not happen after all."""
+        while self._commits and self._commits[-1].version > version:
+            self._keys_count -= len(self._commits.pop().keys)
+        self._last_write = {key: commit.version for commit in self._commits for key in commit.keys}
+
+    def forget_before(self, version: int) -> None:
+        """No transaction that is still open read at a version below this one."""
+        while self._commits and self._commits[0].version <= version:
+            self._forget_oldest()
+        # Without commits to check against, any version from here on is as good as the newest.
+        self._floor = max(self._floor, version)
+
+    def _forget_oldest(self) -> None:
+        commit = self._commits.popleft()
+        self._floor = max(self._floor, commit.version)
+        self._keys_count -= len(commit.keys)
+        last_write = self._last_write
+        if not self._commits:
+            last_write.clear()
+            return
+        for key in commit.keys:
+            if last_write.get(key) == commit.version:
+                del last_write[key]

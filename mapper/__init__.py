@@ -1,0 +1,1 @@
+"""Mappers: read a partition, map it, hold the result in a window, serve it to reducers, trim."""

@@ -1,0 +1,152 @@
+"""A bucket: one reducer's queue of entry parts that it has not committed yet.
+
+Rows that were served stay here until the reducer says that they are committed; until then they may be asked for again.
+No I/O, no threads, no clocks in here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from mapper.window import Part, Window
+from shuffle.ids import NOTHING_COMMITTED, ReducerIndex, ShuffleIndex
+from shuffle.messages import METADATA_FIELDS
+
+
+class ServedBatch(NamedTuple):
+    """Rows of an answer, and the shuffle index of the last of them."""
+
+    rows: pa.RecordBatch
+    last_row_index: ShuffleIndex
+
+
+class Bucket:
+    def __init__(self, reducer_index: ReducerIndex) -> None:
+        self.reducer_index = reducer_index
+        self._parts: deque[Part] = deque()
+        self.committed = NOTHING_COMMITTED
+        """The highest index the reducer has told. After a restart it may be ahead of what has been mapped again."""
+        self.dropped = NOTHING_COMMITTED
+        """The shuffle index of the last row dropped from here: nothing up to it can be served any more."""
+        self.rows = 0
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+    @property
+    def first_row_index(self) -> ShuffleIndex | None:
+        """The first row that is not committed."""
+        return self._parts[0].row_index_at(self._parts[0].begin) if self._parts else None
+
+    @property
+    def last_row_index(self) -> ShuffleIndex | None:
+        return self._parts[-1].last_row_index if self._parts else None
+
+    def push(self, part: Part) -> None:
+        if not self._parts:
+            part.entry.pointer_count += 1
+        else:
+            assert self._parts[-1].last_row_index < part.first_row_index
+        self._parts.append(part)
+        self.rows += part.rows
+
+    def commit(self, row_index: ShuffleIndex, window: Window) -> None:
+        """Drop what is ``<= row_index``, and move the pointer to the entry that now holds the first row."""
+        self.committed = max(self.committed, row_index)
+        while self._parts and self._parts[0].first_row_index <= row_index:
+            part = self._parts[0]
+            row_after = part.row_after(row_index)
+            if row_after > part.begin:
+                self.dropped = max(self.dropped, part.row_index_at(row_after - 1))
+            self.rows -= window.commit(part, row_index)
+            if not part.is_committed:
+                break
+            self._parts.popleft()
+            part.entry.pointer_count -= 1
+            if self._parts:
+                self._parts[0].entry.pointer_count += 1
+
+    def give_up(self, shuffle_end: ShuffleIndex, window: Window) -> None:
+        """Drop the parts before ``shuffle_end``: their rows are in the spill now, and are served from there."""
+        while self._parts and self._parts[0].last_row_index < shuffle_end:
+            part = self._parts.popleft()
+            self.rows -= window.commit(part, part.last_row_index)
+            part.entry.pointer_count -= 1
+            if self._parts:
+                self._parts[0].entry.pointer_count += 1
+
+    def rows_after(
+        self,
+        cursor: ShuffleIndex,
+        to_row_index: ShuffleIndex | None,
+        max_rows: int,
+        max_bytes: int,
+        with_metadata: bool = False,
+    ) -> Iterator[ServedBatch]:
+        """The uncommitted rows after ``cursor``, in order, without copying. At least one if there is one.
+
+        A single row larger than ``max_bytes`` comes alone: a bound that no answer can keep would stop the reducer.
+        """
+        rows_left, bytes_left = max_rows, max_bytes
+        first = bisect_right(self._parts, cursor, key=attrgetter("last_row_index"))
+        for place in range(first, len(self._parts)):
+            part = self._parts[place]
+            assert part.batch is not None
+            begin = max(part.begin, part.row_after(cursor))
+            wanted_end = part.batch.num_rows if to_row_index is None else part.row_after(to_row_index)
+            end = min(wanted_end, begin + rows_left)
+            if end <= begin:
+                return
+            rows = fit(part.batch.slice(begin, end - begin), bytes_left)
+            if rows.num_rows == 0:
+                if bytes_left < max_bytes:
+                    return
+                rows = part.batch.slice(begin, 1)
+            last = part.row_index_at(begin + rows.num_rows - 1)
+            yield ServedBatch(_with_metadata_of(rows, part, begin) if with_metadata else rows, last)
+            rows_left -= rows.num_rows
+            bytes_left -= rows.nbytes
+            if rows_left <= 0 or bytes_left <= 0 or begin + rows.num_rows < wanted_end:
+                return
+
+
+def _with_metadata_of(rows: pa.RecordBatch, part: Part, begin: int) -> pa.RecordBatch:
+    """``rows``, which begin at the place ``begin`` of ``part``, with what is known of them."""
+    assert part.places is not None
+    indexes = part.places[begin : begin + rows.num_rows].astype(np.int64) + part.entry.shuffle_begin
+    return with_metadata(rows, indexes, np.full(rows.num_rows, part.entry.ingested_us, np.int64))
+
+
+def with_metadata(
+    rows: pa.RecordBatch, indexes: np.ndarray[Any, np.dtype[np.int64]], times: np.ndarray[Any, np.dtype[np.int64]]
+) -> pa.RecordBatch:
+    """``rows`` with the columns of ``METADATA_FIELDS`` behind them."""
+    return pa.RecordBatch.from_arrays(
+        [*rows.columns, *(pa.array(c).cast(f.type) for c, f in zip((indexes, times), METADATA_FIELDS, strict=True))],
+        schema=pa.schema([*rows.schema, *METADATA_FIELDS], rows.schema.metadata),
+    )
+
+
+def fit(rows: pa.RecordBatch, max_bytes: int) -> pa.RecordBatch:
+    """The longest prefix of ``rows`` of at most ``max_bytes``, by halving: rows may differ much in size."""
+    if rows.nbytes <= max_bytes:
+        return rows
+    fits, too_many = 0, rows.num_rows
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if rows.slice(0, middle).nbytes <= max_bytes:
+            fits = middle
+        else:
+            too_many = middle
+    return rows.slice(0, fits)

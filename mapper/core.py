@@ -1,0 +1,408 @@
+"""The mapper's logic: numberings, window, buckets, and what may be persisted. No I/O, threads, clocks or randomness.
+
+The life of a row in here:
+
+1. ``ingest`` gives it a shuffle index and puts it into a part of a window entry and into its reducer's bucket, after
+   checking that the persisted state is still the one this instance knows. Only from then on can it be served.
+2. ``get_rows`` serves it, any number of times, until its reducer says that it is committed; then it is dropped.
+3. Entries at the front of the window with no uncommitted row retire; ``local`` moves past them.
+4. ``trim_plan`` says what to write in a transaction so that the persisted state follows; ``trimmed`` records it.
+
+Where reducers are away for long, 3 would never come for the entries they hold, so their rows of those go to the spill
+(``spilling``): ``trim_plan`` names them, and the transaction that moves the persisted state past them stores them. From
+then on ``spill_read`` says where to find them, and ``get_rows`` answers nothing until they have all been fetched.
+
+After ``restart`` everything goes on from the persisted state: rows are read and mapped again and get the same indexes.
+Reducers may by then have committed rows that have not been mapped again yet; they are dropped when they come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from mapper.bucket import Bucket, ServedBatch
+from mapper.spill import Spill, SpillEnd, SpillPart, SpillRead
+from mapper.spilling import Spilling, spill_part
+from mapper.state import MapperState
+from mapper.window import Part, Places, Window, WindowEntry, WindowSize
+from shuffle.config import SpillSpec
+from shuffle.errors import BadInput, RowsGone, SplitBrain, StaleMapper, StoreUnavailable
+from shuffle.ids import Guid, InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
+from shuffle.limits import MIB
+from shuffle.messages import GetRows
+
+OWN_STATES_MAX = 16
+"""How many states this instance remembers to have written. A fetch of the persisted state may have been answered before
+a trim that was recorded in the meantime; more than a few such trims do not fit into one fetch."""
+
+DEAD_LETTER_BYTES_MAX = 64 * MIB
+"""Dead letters in one trim. A transaction has a limit, so more of them take several."""
+
+
+class MappedPart(NamedTuple):
+    """One reducer's rows of a mapped batch, and the place of each in the batch; places rise."""
+
+    reducer_index: ReducerIndex
+    rows: pa.RecordBatch
+    places: Places
+
+
+@dataclass(frozen=True, slots=True)
+class MappedBatch:
+    """What became of one batch of input rows."""
+
+    schema: pa.Schema
+    rows_out: int
+    parts: Sequence[MappedPart]
+    dead_letters: pa.Table | None = None
+    """Rows for the dead-letter queue, complete."""
+    ingested_us: int = 0
+    """When its rows were read: microseconds since 1970, UTC."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrimPlan:
+    """One transaction: if the persisted state is ``expected``, append ``dead_letters``, store ``spill`` and write
+    ``state``."""
+
+    expected: MapperState
+    state: MapperState
+    dead_letters: pa.Table | None
+    spill: Mapping[ReducerIndex, Sequence[SpillPart]] = field(default_factory=dict)
+    """Per straggler: its uncommitted rows before ``state``, in their order."""
+
+
+@dataclass(slots=True)
+class _Retired:
+    """A range that left the window and is not persisted yet."""
+
+    state: MapperState
+    dead_letters: list[pa.Table] = field(default_factory=list)
+    dead_letter_bytes: int = 0
+
+
+class MapperCore:
+    def __init__(
+        self,
+        guid: Guid,
+        mapper_index: MapperIndex,
+        reducer_count: int,
+        memory_bytes_max: int,
+        spill: SpillSpec | None = None,
+    ) -> None:
+        """Without ``spill`` nothing is ever spilled; what was spilled before is served all the same."""
+        self.guid = guid
+        self.mapper_index = mapper_index
+        self.memory_bytes_max = memory_bytes_max
+        self.schema: pa.Schema | None = None
+        """Of the mapped rows; unknown until the first batch was mapped."""
+        self._reducer_count = reducer_count
+        self.spilling = Spilling(reducer_count, memory_bytes_max, spill)
+        self.restart(None)
+
+    def restart(
+        self, persisted: MapperState | None, committed: Mapping[ReducerIndex, ShuffleIndex] | None = None
+    ) -> None:
+        """Drop everything and go on from ``persisted``; None is the state of a mapper that never ran.
+
+        ``committed``: what each reducer had committed then, or later. Rows before the state are gone, and a reducer
+        that does not know that it has committed them must not be served as if they had never been.
+        What is in the spill must be told by ``load_spill``; until then it counts as empty.
+        """
+        self.persisted = persisted or MapperState()
+        self._own = deque([self.persisted], maxlen=OWN_STATES_MAX)
+        self._attempts: deque[MapperState] = deque(maxlen=OWN_STATES_MAX)
+        self._retired: deque[_Retired] = deque()
+        self._dead_letter_bytes = 0
+        self._window = Window()
+        self._buckets = [Bucket(ReducerIndex(index)) for index in range(self._reducer_count)]
+        self._restart_index = self.persisted.shuffle_unread_row_index
+        for reducer_index, row_index in (committed or {}).items():
+            if reducer_index < self._reducer_count:
+                self._buckets[reducer_index].dropped = min(row_index, ShuffleIndex(self._restart_index - 1))
+        self.next_input_index = self.persisted.input_unread_row_index
+        self.next_shuffle_index = self.persisted.shuffle_unread_row_index
+        self.token = self.persisted.continuation_token
+        self.spilling.restart()
+
+    # Ingestion
+
+    @property
+    def wants_input(self) -> bool:
+        """Whether there is room for another batch. The one batch that is being mapped may go over the limit."""
+        return self.nbytes < self.memory_bytes_max
+
+    @property
+    def nbytes(self) -> int:
+        return self._window.nbytes + self._dead_letter_bytes
+
+    def observe(self, state: MapperState | None) -> None:
+        """Raise SplitBrain unless ``state``, just read from the store, was written by this instance.
+
+        A commit whose answer was lost may show up late, so a state that was tried counts, and is adopted. Should
+        another instance have written the very same state, nothing is lost: equal positions mean equal rows before them.
+        """
+        observed = state or MapperState()
+        if observed in self._own:
+            return
+        if observed in self._attempts:
+            self.trimmed(observed)
+            # Which attempt it was, and what it has spilled, only the store knows.
+            self.forget_spill()
+            return
+        raise SplitBrain(
+            f"mapper {self.mapper_index}: another instance is alive. It has moved the persisted state to "
+            f"input row {observed.input_unread_row_index}; this instance left it at "
+            f"{self.persisted.input_unread_row_index}",
+            mapper_index=self.mapper_index,
+            expected=self.persisted.input_unread_row_index,
+            found=observed.input_unread_row_index,
+        )
+
+    def skip_to(self, token: Token) -> None:
+        """The reader moved on without rows, over a gap in its positions."""
+        self.token = token
+
+    def ingest(
+        self, observed: MapperState | None, rows_in: int, token_after: Token, mapped: MappedBatch
+    ) -> list[ReducerIndex]:
+        """Take in one mapped batch of ``rows_in`` input rows; returns the reducers that have something new to fetch.
+
+        ``observed`` is the persisted state, read from the store after these rows were read from the input.
+        """
+        self.observe(observed)
+        self.schema = self.schema or mapped.schema
+        entry = WindowEntry(
+            input_begin=self.next_input_index,
+            input_end=InputIndex(self.next_input_index + rows_in),
+            shuffle_begin=self.next_shuffle_index,
+            shuffle_end=ShuffleIndex(self.next_shuffle_index + mapped.rows_out),
+            token_after=token_after,
+            dead_letters=mapped.dead_letters,
+            ingested_us=mapped.ingested_us,
+        )
+        parts = [part for rows in mapped.parts if (part := self._uncommitted_part(entry, rows)) is not None]
+        self._window.push(entry)
+        for part in parts:
+            self._buckets[part.reducer_index].push(part)
+        self.next_input_index, self.next_shuffle_index = entry.input_end, entry.shuffle_end
+        self.token = token_after
+        self._trim_window_entries()
+        return [part.reducer_index for part in parts]
+
+    def _uncommitted_part(self, entry: WindowEntry, mapped: MappedPart) -> Part | None:
+        """The part for these rows, without those that the reducer had committed before this instance mapped them."""
+        assert mapped.rows.num_rows == len(mapped.places)
+        if mapped.rows.num_rows == 0:
+            return None
+        bucket = self._buckets[mapped.reducer_index]
+        part = entry.add_part(mapped.reducer_index, mapped.rows, mapped.places)
+        committed_rows = part.commit(bucket.committed)
+        if committed_rows:
+            bucket.dropped = part.row_index_at(committed_rows - 1)
+        if part.is_committed:
+            del entry.parts[mapped.reducer_index]
+            return None
+        return part
+
+    # Serving
+
+    def get_rows(self, request: GetRows) -> list[ServedBatch]:
+        """Answer one GetRows. The steps are those of the protocol:
+
+        1. refuse a request that was meant for another instance;
+        2. drop what the reducer has committed, move the pointer counts, retire entries at the front;
+        3. answer the rows after the cursor. They stay in the bucket. While there are rows after it in the spill, none:
+           ``spill_read`` says where those are.
+        """
+        # 1
+        self._check_request(request)
+        bucket = self._buckets[request.reducer_index]
+        self._check_servable(request, bucket)
+        # 2
+        if request.committed_row_index > bucket.committed:
+            bucket.commit(request.committed_row_index, self._window)
+            self._trim_window_entries()
+        spill = self.spilling.spills.get(request.reducer_index)
+        if spill is not None:
+            spill.commit(bucket.committed)
+            bucket.dropped = max(bucket.dropped, spill.dropped)
+        # 3
+        if self.spill_read(request) is not None:
+            return []
+        rows = bucket.rows_after(
+            request.from_row_index, request.to_row_index, request.max_rows, request.max_bytes, request.with_metadata
+        )
+        return list(rows)
+
+    def spill_read(self, request: GetRows) -> SpillRead | None:
+        """What to read of the spill to answer ``request``; None if its rows are in the bucket."""
+        spill = self.spilling.spills.get(request.reducer_index)
+        if spill is None or spill.is_empty or request.from_row_index >= spill.end.last_row_index:
+            return None
+        cursor = request.from_row_index
+        return SpillRead(
+            request.reducer_index,
+            spill,
+            spill.position_after(cursor),
+            spill.end.position,
+            cursor,
+            request.to_row_index,
+            request.max_rows,
+            request.max_bytes,
+            request.with_metadata,
+        )
+
+    def _check_request(self, request: GetRows) -> None:
+        if request.mapper_id != self.guid:
+            raise StaleMapper(
+                f"the request is for instance {request.mapper_id} of a mapper, but this is instance {self.guid} of "
+                f"mapper {self.mapper_index}: ask discovery again",
+                mapper_index=self.mapper_index,
+                mapper_id=self.guid,
+            )
+        if not 0 <= request.reducer_index < self._reducer_count:
+            raise BadInput(
+                f"there is no reducer {request.reducer_index}: mapper {self.mapper_index} knows {self._reducer_count}",
+                reducer_index=request.reducer_index,
+            )
+        if request.max_rows < 1 or request.max_bytes < 1:
+            raise BadInput(f"max_rows={request.max_rows} and max_bytes={request.max_bytes} leave no room for any row")
+
+    def _check_servable(self, request: GetRows, bucket: Bucket) -> None:
+        """Raise RowsGone rather than leave out rows that this reducer, by what it says of itself, has not committed.
+
+        In this instance's own memory that is exact. For what was trimmed before it started, the persisted state only
+        says that every reducer has committed all of its rows below it: the reducer's last row may be far below.
+        But the end of a range that is asked for by name was one of its rows, and cannot have been trimmed before it was
+        committed.
+        """
+        if not self.spilling.is_known and request.from_row_index < self.persisted.shuffle_unread_row_index - 1:
+            raise StoreUnavailable(
+                f"mapper {self.mapper_index} has to read again from the store what it has spilled: ask again soon",
+                mapper_index=self.mapper_index,
+            )
+        if request.committed_row_index < bucket.dropped:
+            raise RowsGone(
+                f"reducer {request.reducer_index} says it has committed mapper {self.mapper_index}'s rows up to "
+                f"{request.committed_row_index}, but it has told before that it committed {bucket.dropped}, and those "
+                "rows are gone: another instance of this reducer is alive, or its state was lost. "
+                "Read the reducer's state again",
+                mapper_index=self.mapper_index,
+                reducer_index=request.reducer_index,
+                committed_row_index=request.committed_row_index,
+                dropped_row_index=bucket.dropped,
+            )
+        to = request.to_row_index
+        spill = self.spilling.spills.get(request.reducer_index)
+        if spill is not None and not spill.is_empty:
+            return  # It holds all there is below the restart, and knows what it does not.
+        if to is not None and request.from_row_index < to < self._restart_index:
+            raise RowsGone(
+                f"rows ({request.from_row_index}, {to}] of mapper {self.mapper_index} for reducer "
+                f"{request.reducer_index} were committed and trimmed: the first row there is has index "
+                f"{self._restart_index}",
+                mapper_index=self.mapper_index,
+                reducer_index=request.reducer_index,
+                dropped_row_index=self._restart_index - 1,
+            )
+
+    # Spilling
+
+    def tick(self, now_ms: int) -> None:
+        """Look who is late; ``trim_plan`` decides by it. To be called every now and then."""
+        self.spilling.tick(now_ms, self._buckets, self.next_shuffle_index, self.nbytes)
+
+    @property
+    def spill_is_due(self) -> bool:
+        return bool(self.spilling.front(self._window, not self.wants_input))
+
+    def load_spill(self, spills: Mapping[ReducerIndex, Spill]) -> None:
+        """What the spill held at the moment when the persisted state was read."""
+        self.spilling.load(spills, self._buckets)
+
+    def forget_spill(self) -> None:
+        """What is in the spill is not known any more: nothing is served from before the persisted state until it is."""
+        self.spilling.is_known = False
+
+    # Trimming
+
+    @property
+    def local(self) -> MapperState:
+        """How far the persisted state could be by now."""
+        return self._retired[-1].state if self._retired else self.persisted
+
+    def _trim_window_entries(self) -> None:
+        for entry in self._window.trim_front():
+            state = MapperState(entry.input_end, entry.shuffle_end, entry.token_after)
+            if entry.dead_letters is None:
+                # Such entries need no place of their own, so this queue stays short. But dead letters keep the state
+                # they belong to: a plan that ends there may be on its way.
+                if self._retired and not self._retired[-1].dead_letters:
+                    self._retired[-1].state = state
+                else:
+                    self._retired.append(_Retired(state))
+            else:
+                letter_bytes = int(entry.dead_letters.get_total_buffer_size())
+                self._retired.append(_Retired(state, [entry.dead_letters], letter_bytes))
+                self._dead_letter_bytes += letter_bytes
+
+    def trim_plan(self) -> TrimPlan | None:
+        """What to commit next, or None if the persisted state cannot be advanced."""
+        letters: list[pa.Table] = []
+        letter_bytes = 0
+        state = self.persisted
+        spill: dict[ReducerIndex, list[SpillPart]] = {}
+        for retired in self._retired:
+            letter_bytes += retired.dead_letter_bytes
+            if letters and letter_bytes > DEAD_LETTER_BYTES_MAX:
+                break
+            letters.extend(retired.dead_letters)
+            state = retired.state
+        else:
+            for entry in self.spilling.front(self._window, not self.wants_input):
+                letter_bytes += entry.overhead_bytes
+                if letters and letter_bytes > DEAD_LETTER_BYTES_MAX:
+                    break
+                letters.extend([] if entry.dead_letters is None else [entry.dead_letters])
+                for reducer_index, part in entry.parts.items():
+                    spill.setdefault(reducer_index, []).append(spill_part(part))
+                state = MapperState(entry.input_end, entry.shuffle_end, entry.token_after)
+        if not self.persisted.is_before(state):
+            return None
+        # From here on the plan may be committed without this instance ever hearing of it.
+        if state not in self._attempts:
+            self._attempts.append(state)
+        return TrimPlan(self.persisted, state, pa.concat_tables(letters) if letters else None, spill)
+
+    def trimmed(self, state: MapperState) -> None:
+        """``state`` is now the persisted one. What the window still holds before it is in the spill."""
+        assert self.persisted.is_before(state)
+        self.persisted = state
+        self._own.append(state)
+        for bucket in self._buckets:
+            bucket.give_up(state.shuffle_unread_row_index, self._window)
+        self._trim_window_entries()
+        while self._retired and not state.is_before(self._retired[0].state):
+            self._dead_letter_bytes -= self._retired.popleft().dead_letter_bytes
+        while self._attempts and not state.is_before(self._attempts[0]):
+            self._attempts.popleft()
+
+    def spilled(self, ends: Mapping[ReducerIndex, SpillEnd]) -> None:
+        """The plan that was just recorded by ``trimmed`` has spilled rows, which end there."""
+        self.spilling.record(ends)
+
+    # Seeing
+
+    @property
+    def window_size(self) -> WindowSize:
+        return self._window.size()
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return self._buckets

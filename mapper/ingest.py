@@ -1,0 +1,246 @@
+"""Ingestion: read a batch, map it, check that this is the only instance, push it into the window.
+
+One thread runs it. It is also the only one that restarts the core, and holds ``trim_mutex`` to do so: a trim that was
+planned before a restart must not be recorded after it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from mapper.mapping import Mapping
+from mapper.reader import PartitionReader
+from mapper.serve import SharedCore
+from mapper.spill_store import SpillStore
+from mapper.state import MapperState, PersistedState, lookup_state, mappers_table, state_rows
+from reducer.state import REDUCERS_KEY, ReducerState
+from shuffle import crash_points
+from shuffle.config import ProcessorSpec
+from shuffle.errors import (
+    CommitConflict,
+    CommitUnknown,
+    CorruptData,
+    FormatTooNew,
+    OutOfRange,
+    SplitBrain,
+    StoreLocked,
+    StoreNotWritable,
+    UserCodeError,
+)
+from shuffle.ids import InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
+from shuffle.logs import get_logger
+from shuffle.metrics import MapperMetrics
+from shuffle.poison import is_transient
+
+if TYPE_CHECKING:
+    from statestore import StateClient
+
+ROOM_WAIT_S = 1.0
+"""A full mapper looks this often whether it still is the only instance."""
+
+FULL_WAIT_S = 0.05
+"""A mapper that has been full for so long gives freed memory back. Doing so before each batch would cost as much as
+partitioning it: every page that is given back has to be made again."""
+
+PIN_ATTEMPTS_MAX = 10
+"""Of writing the first state. Only other instances that start at the same moment can make one fail."""
+
+BACKOFF_S_MIN = 0.05
+BACKOFF_S_MAX = 2.0
+"""Between tries while the store cannot be used: soon enough for a restart of it to go unnoticed."""
+
+_log = get_logger(__name__)
+
+
+class Ingestion:
+    def __init__(
+        self,
+        client: StateClient,
+        spec: ProcessorSpec,
+        index: MapperIndex,
+        shared: SharedCore,
+        reader: PartitionReader,
+        mapping: Mapping,
+        metrics: MapperMetrics,
+        spill: SpillStore,
+    ) -> None:
+        self._client = client
+        self._spill = spill
+        self._spec = spec
+        self._index = index
+        self._shared = shared
+        self._core = shared.core
+        self._reader = reader
+        self._mapping = mapping
+        self._metrics = metrics
+        self._persisted = PersistedState(client, spec.processor, index)
+        self._poisoned: UserCodeError | None = None
+        self.trim_mutex = threading.Lock()
+        self.twin_seen = threading.Event()
+        """Set by the trim when it finds another instance's state."""
+
+    def restart(self) -> None:
+        """Drop everything and go on from the persisted state, which is written first if there is none."""
+        with self.trim_mutex:
+            pinned = self._pinned_state()
+            # Both at one moment: what is before the state and not committed is in the spill.
+            found, spills = self._spill.load()
+            state = found or pinned
+            committed = self._committed()
+            with self._shared.lock:
+                self._core.restart(state, committed)
+                self._core.load_spill(spills)
+            self._poisoned = None
+            self.twin_seen.clear()
+        _log.info(
+            "reading from",
+            input_unread_row_index=state.input_unread_row_index,
+            shuffle_unread_row_index=state.shuffle_unread_row_index,
+        )
+
+    def _pinned_state(self) -> MapperState:
+        """The persisted state. Without one, the place where the input begins now becomes the numbering's origin."""
+        for _ in range(PIN_ATTEMPTS_MAX):
+            state = self._fetch()
+            if state is not None:
+                return state
+            origin = MapperState(continuation_token=self._reader.start())
+            try:
+                with self._client.transaction() as tx:
+                    if lookup_state(tx, self._spec.processor, self._index) is None:
+                        tx.write(mappers_table(self._spec.processor), state_rows(self._index, origin))
+                        tx.commit()
+                        crash_points.reach("mapper.after_first_state")
+            except (CommitConflict, CommitUnknown):
+                continue  # Whoever wrote it: read it.
+        raise SplitBrain(f"mapper {self._index}: its first state could not be written {PIN_ATTEMPTS_MAX} times")
+
+    def _committed(self) -> dict[ReducerIndex, ShuffleIndex]:
+        """What each reducer has committed of this mapper's rows."""
+        keys = pa.table([pa.array(range(self._spec.reducer.count), pa.int32())], schema=REDUCERS_KEY)
+        rows = self._client.lookup(self._spec.reducers_table, keys)
+        return {
+            ReducerIndex(row["reducer_index"]): ReducerState.decode_any(row["committed_row_indices"])[self._index]
+            for row in rows.to_pylist()
+        }
+
+    def _fetch(self) -> MapperState | None:
+        return self._persisted.fetch()
+
+    def observe(self) -> None:
+        """Raise SplitBrain if the persisted state is not ours."""
+        state = self._fetch()
+        with self._shared.lock:
+            self._core.observe(state)
+
+    def step(self) -> None:
+        """One batch:
+
+        1. wait for room in the window;
+        2. read the next rows;
+        3. map them, then fetch the persisted state (side by side would cost more in threads than it saves);
+        4. if that is not the state this instance knows, another one is alive: nothing of the batch is exposed;
+        5. push the entry.
+        """
+        if self.twin_seen.is_set():
+            raise SplitBrain(f"mapper {self._index}: the trim found the state of another instance")
+        # 1
+        if not self._shared.wait_for_room(FULL_WAIT_S):
+            # The allocator keeps what was freed for the next batch. There is none now, and at the limit it counts.
+            pa.default_memory_pool().release_unused()
+            if not self._shared.wait_for_room(ROOM_WAIT_S):
+                self.observe()
+                return
+        # 2
+        begin, token = self._core.next_input_index, self._core.token
+        rows, token_after = self._read(begin)
+        if rows.num_rows == 0:
+            self.observe()
+            if token_after != token:
+                with self._shared.lock:
+                    self._core.skip_to(token_after)
+            return
+        crash_points.reach("mapper.after_read")
+        # 3
+        began_s = time.perf_counter()
+        try:
+            mapped = self._mapping.apply(rows, begin)
+        except UserCodeError as error:
+            self._stop_before(error, begin)
+            return
+        self._metrics.map_seconds.observe(time.perf_counter() - began_s)
+        crash_points.reach("mapper.after_map")
+        state = self._fetch()
+        # 4 and 5
+        crash_points.reach("mapper.after_state_check")
+        mapped = replace(mapped, ingested_us=time.time_ns() // 1000)
+        self._shared.ingest(state, rows.num_rows, token_after, mapped)
+        crash_points.reach("mapper.after_push")
+        self._metrics.input_rows.inc(rows.num_rows)
+        self._metrics.input_bytes.inc(rows.nbytes)
+        self._metrics.shuffle_rows.inc(mapped.rows_out)
+        self._metrics.shuffle_bytes.inc(sum(part.rows.nbytes for part in mapped.parts))
+
+    def _read(self, begin: InputIndex) -> tuple[pa.Table, Token]:
+        end = begin + self._spec.mapper.batch_rows_max
+        if self._poisoned is not None:
+            bad: int = self._poisoned.input_begin_row_index
+            if bad <= begin:
+                raise self._poisoned
+            end = min(end, bad)
+        try:
+            return self._reader.read(begin, end, self._core.token)
+        except OutOfRange:
+            # Someone trimmed what is not processed. If another instance did, having processed it, all is well.
+            self.observe()
+            raise
+
+    def _stop_before(self, error: UserCodeError, begin: InputIndex) -> None:
+        """Rows before the bad one are still processed: read again, up to it. Then, or if that is no use, stop."""
+        bad = error.fields.get("input_begin_row_index")
+        if bad is None or bad <= begin or self._poisoned is not None:
+            raise error
+        self._poisoned = error
+
+    def run(self, stop: threading.Event) -> None:
+        """Ingests until ``stop`` is set. Raises what does not pass by itself."""
+        delay_s = self._spec.mapper.split_brain_delay_ms / 1000
+        backoff_s = BACKOFF_S_MIN
+        fresh = True
+        while not stop.is_set():
+            try:
+                if fresh:
+                    self.restart()
+                    fresh = False
+                self.step()
+                backoff_s = BACKOFF_S_MIN
+            except SplitBrain as error:
+                _log.warning(
+                    "this instance is a zombie, or has a twin: dropping the window and starting again from the "
+                    "persisted state",
+                    reason=error.message,
+                    delay_s=delay_s,
+                )
+                self._metrics.split_brains.inc()
+                with self.trim_mutex, self._shared.lock:
+                    self._core.restart(self._core.persisted)
+                    self._core.forget_spill()
+                fresh = True
+                stop.wait(delay_s)
+            except Exception as error:
+                if not passes(error):
+                    raise
+                _log.warning("ingestion interrupted, trying again", error=error, in_s=backoff_s)
+                stop.wait(backoff_s)
+                backoff_s = min(backoff_s * 2, BACKOFF_S_MAX)
+
+
+def passes(error: BaseException) -> bool:
+    """Whether the store's trouble will be over by itself."""
+    stays = (CorruptData, FormatTooNew, StoreLocked, StoreNotWritable, MemoryError)
+    return is_transient(error) and not isinstance(error, stays)

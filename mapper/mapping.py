@@ -1,0 +1,198 @@
+"""The user's map: called, checked, and its result cut into one Arrow batch per reducer.
+
+A row that makes ``map`` raise is found by bisecting the batch. With ``on_error: stop`` it stops the mapper with its
+position; with ``on_error: dead_letter`` it is set aside and the result is that of the batch without it. Since ``map``
+is deterministic row by row, the same rows are found when the input is mapped again, whatever the batches then are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from mapper.core import MappedBatch, MappedPart
+from shuffle.api import Mapper, PartitionedRowset, WorkerSpec
+from shuffle.config import OnError
+from shuffle.errors import BadInput, ShuffleError, UserCodeError
+from shuffle.ids import InputIndex, ReducerIndex
+from shuffle.partition import split_by_partition
+from shuffle.poison import dead_letters, is_transient, locate_poison, place_of, reason_of, split_rows
+
+SLACK_BYTES = 64 * 1024
+"""A part may refer to this much more memory than it shows (or to twice what it shows) before it is copied."""
+
+
+@dataclass(slots=True)
+class Mapping:
+    """``Mapper.map`` with everything that is done around it."""
+
+    mapper: Mapper
+    spec: WorkerSpec
+    on_error: OnError = "stop"
+    schema: pa.Schema | None = None
+    """Of the rows that ``map`` returns, fixed by the first batch."""
+
+    def apply(self, rows: pa.Table, input_begin: InputIndex) -> MappedBatch:
+        """Map ``rows``, whose first has ``input_begin`` in the input numbering."""
+        letters: pa.Table | None = None
+        try:
+            result = self._call(rows)
+        except Exception as error:
+            if is_transient(error):
+                raise
+            result, letters = self._without_poison(rows, input_begin, error)
+        # What is wrong from here on is wrong whatever the rows are, so no row is blamed for it.
+        if not isinstance(result, PartitionedRowset):
+            raise UserCodeError(
+                f"{self._who}: {self._class}.map must return a PartitionedRowset, not {type(result).__name__}"
+            )
+        mapped = self._check_schema(plain(result.rows))
+        if self.schema is None:
+            self.schema = mapped.schema
+        parts = cut(mapped, result.partition_indexes, self.spec.reducer_count)
+        return MappedBatch(self.schema, mapped.num_rows, parts, letters)
+
+    def _call(self, rows: pa.Table) -> PartitionedRowset:
+        """The user's code, and what a single row of its result can have wrong."""
+        result = self.mapper.map(rows)
+        if isinstance(result, PartitionedRowset) and len(result.partition_indexes):
+            self._check_partitions(result.partition_indexes)
+        return result
+
+    def _check_partitions(self, indexes: np.ndarray[Any, Any]) -> None:
+        low, high = int(indexes.min()), int(indexes.max())
+        if low < 0 or high >= self.spec.reducer_count:
+            wrong = low if low < 0 else high
+            raise BadInput(
+                f"{self._class}.map sent a row to reducer {wrong}: there are {self.spec.reducer_count}, counted from 0"
+            )
+
+    def _check_schema(self, rows: pa.Table) -> pa.Table:
+        if self.schema is None or rows.schema.equals(self.schema, check_metadata=True):
+            return rows
+        if rows.schema.names == self.schema.names and rows.schema.types == self.schema.types:
+            return pa.table(rows.columns, schema=self.schema)  # Only metadata or nullability differ.
+        changes = [
+            f"{name}: {_type_of(self.schema, name)} before, {_type_of(rows.schema, name)} now"
+            for name in dict.fromkeys([*self.schema.names, *rows.schema.names])
+            if _type_of(self.schema, name) != _type_of(rows.schema, name)
+        ] or [f"the order of the columns was {self.schema.names} and is {rows.schema.names}"]
+        raise UserCodeError(
+            f"{self._who}: {self._class}.map returned rows of another schema than before ({'; '.join(changes)}). "
+            "Its schema must not depend on the rows: build the table with an explicit schema"
+        )
+
+    def _without_poison(
+        self, rows: pa.Table, input_begin: InputIndex, error: Exception
+    ) -> tuple[PartitionedRowset, pa.Table | None]:
+        """The result of the rows that can be mapped, and the others as dead letters."""
+
+        def attempt(part: pa.Table) -> None:
+            self._call(part)
+
+        try:
+            found = locate_poison(rows, attempt)
+        except UserCodeError as broken:
+            raise self._stopped(broken.message, input_begin, rows.num_rows, error) from error
+        if not found:
+            raise self._stopped(
+                f"the batch failed once and then did not ({reason_of(error)}): map is not deterministic",
+                input_begin,
+                rows.num_rows,
+                error,
+            ) from error
+        positions = [input_begin + poison.row for poison in found]
+        if self.on_error == "stop":
+            raise self._stopped(found[0].reason, InputIndex(positions[0]), 1, error) from error
+        good, bad = split_rows(rows, [poison.row for poison in found])
+        letters = dead_letters(
+            processor=self.spec.processor,
+            role="mapper",
+            worker=self.spec.index,
+            mappers=[self.spec.index] * len(found),
+            positions=positions,
+            reasons=[poison.reason for poison in found],
+            rows=bad,
+        )
+        try:
+            return self._call(good), letters
+        except Exception as again:
+            if is_transient(again):
+                raise
+            raise self._stopped(
+                f"the batch fails even without the {len(found)} rows that fail alone: {reason_of(again)}",
+                input_begin,
+                rows.num_rows,
+                again,
+            ) from again
+
+    def _stopped(self, what: str, begin: InputIndex, rows: int, error: Exception) -> UserCodeError:
+        where = f"input row {begin}" if rows == 1 else f"input rows {begin} to {begin + rows - 1}"
+        return UserCodeError(
+            f"{self._who}: {self._class}.map failed at {where}: {what}{place_of(error)}. "
+            "Correct the class or the input, or set mapper.on_error to dead_letter to set such rows aside",
+            processor=self.spec.processor,
+            role="mapper",
+            worker=self.spec.index,
+            input_begin_row_index=int(begin),
+            input_end_row_index=int(begin) + rows,
+            exception=type(error).__name__,
+            reason=reason_of(error),
+        )
+
+    @property
+    def _who(self) -> str:
+        return f"{self.spec.processor}: mapper {self.spec.index}"
+
+    @property
+    def _class(self) -> str:
+        return type(self.mapper).__qualname__
+
+
+def create(make: Callable[..., Mapper], *args: Any) -> Mapper:
+    """The user's object; what its constructor raises is the user's error."""
+    try:
+        return make(*args)
+    except ShuffleError:
+        raise
+    except Exception as error:
+        raise UserCodeError(
+            f"{getattr(make, '__qualname__', make)} could not be created: {reason_of(error)}"
+        ) from error
+
+
+def cut(mapped: pa.Table, partition_indexes: np.ndarray[Any, Any], reducer_count: int) -> list[MappedPart]:
+    """One Arrow batch for each reducer that has rows, each with memory of its own."""
+    parts = []
+    for reducer, (rows, places) in enumerate(split_by_partition(mapped, partition_indexes, reducer_count)):
+        if rows is not None and rows.num_rows:
+            parts.append(MappedPart(ReducerIndex(reducer), own(rows), np.ascontiguousarray(places, dtype=np.uint32)))
+    return parts
+
+
+def own(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """``rows`` in memory that nobody else holds much of.
+
+    A slice of a larger batch would keep all of it alive: the part of one slow reducer would hold everybody's rows.
+    """
+    if rows.get_total_buffer_size() <= max(2 * rows.nbytes, rows.nbytes + SLACK_BYTES):
+        return rows
+    return rows.take(pa.array(np.arange(rows.num_rows, dtype=np.int64)))
+
+
+def plain(rows: pa.Table) -> pa.Table:
+    """Without dictionaries: each batch would bring its own, and neither the wire nor the reducer gains from them."""
+    for place, field in enumerate(rows.schema):
+        if pa.types.is_dictionary(field.type):
+            decoded = rows.column(place).cast(field.type.value_type)
+            rows = rows.set_column(place, field.with_type(field.type.value_type), decoded)
+    return rows
+
+
+def _type_of(schema: pa.Schema, name: str) -> str:
+    place = schema.get_field_index(name)
+    return str(schema.field(place).type) if place >= 0 else "missing"

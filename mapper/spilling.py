@@ -1,0 +1,142 @@
+"""When and what a mapper spills, and what it has spilled: the part of ``MapperCore`` that deals with stragglers.
+
+Nothing is spilled unless all of this holds:
+
+- a reducer is a straggler (``stragglers``), or still has rows in its spill: then those after them go there too;
+- the window weighs more than its share of the memory limit;
+- the entries at the front of the window are held by such reducers only.
+
+No I/O, no threads, no clocks in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+import numpy as np
+
+from mapper.bucket import Bucket
+from mapper.spill import Spill, SpillEnd, SpillPart
+from mapper.stragglers import Stragglers
+from mapper.window import Part, Window, WindowEntry
+from shuffle.config import SpillSpec
+from shuffle.ids import ReducerIndex, ShuffleIndex
+from shuffle.limits import MIB
+
+SPILL_BYTES_MAX = 4 * MIB
+"""Of rows in one transaction. They are in memory some five times over on their way to the store."""
+
+WORTH_SHARE = 1 / 16
+"""Of the memory limit. Less than this is not worth a file and a transaction, unless reading has stopped for it."""
+
+BLOCKED_MS = 5_000
+"""After the store had no room: how long it is left alone."""
+
+
+class Spilling:
+    def __init__(self, reducer_count: int, memory_bytes_max: int, spec: SpillSpec | None) -> None:
+        self._reducer_count = reducer_count
+        self._memory_bytes_max = memory_bytes_max
+        self._spec = spec if spec is not None and spec.enabled else None
+        self.restart()
+
+    def restart(self) -> None:
+        spec = self._spec or SpillSpec()
+        self._late = Stragglers(self._reducer_count, spec.reducers_done_share, spec.age_ms)
+        self.spills: dict[ReducerIndex, Spill] = {}
+        """Of each reducer that was ever spilled for."""
+        self.is_known = True
+        """Whether ``spills`` is what the store holds. After another instance, or a commit whose answer was lost, has
+        moved the persisted state, it must be read again."""
+        self._over = False
+        self._since_ms: dict[ReducerIndex, int] = {}
+        self._now_ms = 0
+        self._blocked_until_ms: int | None = None
+        self.blocked: str | None = None
+        """Why nothing can be spilled at present though it should be."""
+
+    # who is late
+
+    @property
+    def stragglers(self) -> frozenset[ReducerIndex]:
+        return self._late.current.union(reducer for reducer, spill in self.spills.items() if not spill.is_empty)
+
+    def tick(self, now_ms: int, buckets: Sequence[Bucket], next_index: ShuffleIndex, window_bytes: int) -> None:
+        """Look at the reducers again; to be called every now and then."""
+        self._now_ms = now_ms
+        if self._spec is None:
+            return
+        if self._blocked_until_ms is not None and now_ms >= self._blocked_until_ms:
+            self._blocked_until_ms = self.blocked = None
+        firsts = [bucket.first_row_index for bucket in buckets]
+        positions = [next_index if first is None else first for first in firsts]
+        for reducer, spill in self.spills.items():
+            if not spill.is_empty:
+                positions[reducer] = ShuffleIndex(min(positions[reducer], spill.end.last_row_index))
+        self._late.tick(now_ms, positions, [position == next_index for position in positions])
+        # It goes on a little below where it begins, so that it does not begin again with every entry.
+        limit_bytes = self._spec.memory_share * self._memory_bytes_max
+        self._over = window_bytes >= (limit_bytes / 2 if self._over else limit_bytes)
+
+    def block(self, reason: str) -> None:
+        """The store cannot take any rows now: hold them back, as if there were no spilling."""
+        self.blocked = reason
+        self._blocked_until_ms = self._now_ms + BLOCKED_MS
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._over and self.is_known and self.blocked is None and bool(self.stragglers)
+
+    # what to spill
+
+    def front(self, window: Window, is_full: bool) -> list[WindowEntry]:
+        """The entries to spill now: those at the front that only stragglers hold, and not the last one of the window,
+        which may still grow by ranges without rows."""
+        if not self.is_wanted:
+            return []
+        late = self.stragglers
+        found: list[WindowEntry] = []
+        nbytes = 0
+        for entry in islice(window.entries, max(0, len(window) - 1)):
+            if not late.issuperset(entry.parts) or nbytes >= SPILL_BYTES_MAX:
+                break
+            found.append(entry)
+            nbytes += sum(part.nbytes for part in entry.parts.values())
+        worth = min(SPILL_BYTES_MAX, WORTH_SHARE * self._memory_bytes_max)
+        return found if nbytes >= worth or is_full else []
+
+    # what was spilled
+
+    def load(self, spills: Mapping[ReducerIndex, Spill], buckets: Sequence[Bucket]) -> None:
+        """What the store holds, read at the same moment as the persisted state."""
+        self.spills = dict(spills)
+        self.is_known = True
+        for reducer, spill in self.spills.items():
+            spill.commit(buckets[reducer].committed)
+
+    def record(self, ends: Mapping[ReducerIndex, SpillEnd]) -> None:
+        """The store has taken more rows, which end there."""
+        for reducer, end in ends.items():
+            self.spills.setdefault(reducer, Spill(SpillEnd(), 0, 0, 0)).extend(end)
+
+    def ends(self, reducers: Sequence[ReducerIndex]) -> dict[ReducerIndex, SpillEnd]:
+        """Where rows of these would be appended."""
+        return {reducer: self.spills[reducer].end if reducer in self.spills else SpillEnd() for reducer in reducers}
+
+    def trims(self) -> dict[ReducerIndex, int]:
+        """Up to where each spill is committed, and the store does not know yet."""
+        return {reducer: spill.begin for reducer, spill in self.spills.items() if spill.begin > spill.trimmed}
+
+    def trimmed(self, positions: Mapping[ReducerIndex, int]) -> None:
+        for reducer, position in positions.items():
+            if reducer in self.spills:
+                self.spills[reducer].trimmed = max(self.spills[reducer].trimmed, position)
+
+
+def spill_part(part: Part) -> SpillPart:
+    """The uncommitted rows of ``part``. They are held by this until they are spilled, whatever becomes of the part."""
+    assert part.batch is not None
+    assert part.places is not None
+    indexes = part.places[part.begin :].astype("int64") + part.entry.shuffle_begin
+    return SpillPart(part.batch.slice(part.begin), indexes, np.full(len(indexes), part.entry.ingested_us, np.int64))

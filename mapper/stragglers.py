@@ -1,0 +1,71 @@
+"""Which reducers are stragglers: so far behind the others that waiting for them would stop everybody.
+
+Every tick says where each reducer stands: the first shuffle index it has not committed. The *front of the many* is the
+index that a given share of the reducers has passed. A reducer is a straggler when it has not yet come to where the
+front of the many was a given time ago. So one that is merely the last of many to commit is none, however full the
+window is, and neither are reducers that are all slow together.
+
+Only reducers that move count among the many: one that holds rows and commits none proves nothing about the others. When
+too few of them move (all are away, say), nobody is a straggler.
+
+No I/O, no threads, no clocks in here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from shuffle.ids import ReducerIndex
+
+SAMPLES_PER_AGE = 32
+"""How finely the front of the many is remembered; it bounds the memory for it, too."""
+
+STANDING_AGES = 5
+"""A reducer that holds rows and has committed none for this many times the age does not count among the many."""
+
+
+class Stragglers:
+    def __init__(self, reducer_count: int, done_share: float, age_ms: int) -> None:
+        # With a single reducer, or a share of all of them, there would be nobody left to be late.
+        self._many = math.ceil(done_share * reducer_count)
+        self._possible = 0 < self._many < reducer_count
+        self._age_ms = age_ms
+        self._fronts: deque[tuple[int, int]] = deque()
+        """(time, front of the many), the oldest first; the first is the newest that is ``age_ms`` old, if one is."""
+        self._moved_ms = [0] * reducer_count
+        self._positions: list[int] | None = None
+        self.current: frozenset[ReducerIndex] = frozenset()
+
+    def tick(self, now_ms: int, positions: Sequence[int], is_empty: Sequence[bool]) -> None:
+        """``positions``: the first index each has not committed, or the next there will be when it ``is_empty``."""
+        if not self._possible:
+            return
+        before = self._positions or positions
+        for reducer, position in enumerate(positions):
+            if self._positions is None or is_empty[reducer] or position != before[reducer]:
+                self._moved_ms[reducer] = now_ms
+        self._positions = list(positions)
+        front = self._front(now_ms, positions)
+        if front is None:
+            self._fronts.clear()
+            self.current = frozenset()
+            return
+        if not self._fronts or now_ms - self._fronts[-1][0] >= self._age_ms / SAMPLES_PER_AGE:
+            self._fronts.append((now_ms, front))
+        while len(self._fronts) > 1 and now_ms - self._fronts[1][0] >= self._age_ms:
+            self._fronts.popleft()
+        since_ms, front_then = self._fronts[0]
+        late = now_ms - since_ms >= self._age_ms
+        self.current = frozenset(
+            ReducerIndex(reducer) for reducer, position in enumerate(positions) if late and position < front_then
+        )
+
+    def _front(self, now_ms: int, positions: Sequence[int]) -> int | None:
+        moving = [
+            position
+            for position, moved_ms in zip(positions, self._moved_ms, strict=True)
+            if now_ms - moved_ms <= STANDING_AGES * self._age_ms
+        ]
+        return sorted(moving, reverse=True)[self._many - 1] if len(moving) >= self._many else None

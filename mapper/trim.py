@@ -1,0 +1,282 @@
+"""TrimInputRows: the persisted state follows the window, and the input is trimmed after it.
+
+What stragglers hold up goes to the spill in the same transaction; see ``spill``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from mapper.core import MapperCore, TrimPlan
+from mapper.reader import PartitionReader
+from mapper.spill import SpillEnd
+from mapper.spill_store import Prepared, SpillStore
+from mapper.state import MapperState, lookup_state, mappers_table, state_rows
+from shuffle import crash_points
+from shuffle.errors import CommitConflict, CommitUnknown, DiskFull, Expired, ShuffleError, TooLarge
+from shuffle.ids import MapperIndex, ReducerIndex
+from shuffle.logs import get_logger
+
+if TYPE_CHECKING:
+    from statestore import StateClient, Transaction
+
+LOOK_S = 0.1
+"""How often a mapper looks whether to spill while there is reason to; otherwise as often as it trims."""
+
+FULL_REPORT_S = 60.0
+"""How often a mapper says who fills its window, while it is full."""
+
+_log = get_logger(__name__)
+
+
+class Trimmer:
+    """Runs the trim of one mapper; ``lock`` guards ``core``, and is never held while the store is asked."""
+
+    def __init__(
+        self,
+        client: StateClient,
+        processor: str,
+        core: MapperCore,
+        reader: PartitionReader,
+        lock: threading.RLock | threading.Lock | threading.Condition,
+        dead_letter_queue: str | None = None,
+        spill: SpillStore | None = None,
+        period_s: float = 0.0,
+    ) -> None:
+        self._client = client
+        self._processor = processor
+        self._core = core
+        self._reader = reader
+        self._lock = lock
+        self._dead_letter_queue = dead_letter_queue
+        self._spill = spill
+        self._period_s = period_s
+        self._due_s = 0.0
+        self._moved = False
+        self._full_since_s: float | None = None
+        self._full_reported_s = 0.0
+        self._input_trimmed: MapperState | None = None
+        self.on_conflict: Callable[[], None] = lambda: None
+        self.on_spilled: Callable[[ReducerIndex, SpillEnd, SpillEnd], None] = lambda reducer, before, after: None
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the next round."""
+        with self._lock:
+            if self._moved and self._core.spill_is_due:
+                return 0.0
+            busy = self._core.spilling.is_wanted or not self._core.wants_input
+            return min(self._period_s, LOOK_S) if busy else self._period_s
+
+    def hurry(self) -> None:
+        """The next round is the last one."""
+        self._due_s = 0.0
+
+    def trim(self) -> bool:
+        """One round; whether the persisted state moved. Raises SplitBrain if another instance moved it.
+
+        1. Plan: how far the window has retired, and the dead letters on the way; and what to spill to get further.
+        2. Write large spills ahead. In a transaction, read the persisted state. It must be the one the plan starts
+           from: anything else was written by another instance, or by this one in a commit whose answer was lost.
+        3. Append the dead letters and the spill, write the state, commit.
+        4. On *conflict* nothing happened; on *unknown* read the state again. Never repeat the commit.
+        5. Once the new state is durable, tell the reader to trim.
+        """
+        # 1
+        self._moved = False
+        with self._lock:
+            is_known = self._core.spilling.is_known
+        if not is_known:
+            self._load_spill()
+        now_s = time.monotonic()
+        with self._lock:
+            self._core.tick(int(now_s * 1000))
+            self._report_full(now_s)
+            is_due = now_s >= self._due_s or self._core.spill_is_due
+            plan = self._core.trim_plan() if is_due else None
+        if plan is None:
+            self._trim_input()
+            self._trim_spill()
+            return False
+        self._due_s = now_s + self._period_s
+        # 2
+        prepared = self._prepare(plan) if plan.spill else None
+        if plan.spill and prepared is None:
+            return False
+        index = self._core.mapper_index
+        try:
+            with self._client.transaction() as tx:
+                found = lookup_state(tx, self._processor, index)
+                if (found or MapperState()) != plan.expected:
+                    self._discard(prepared)
+                    with self._lock:
+                        self._core.observe(found)
+                    return False  # It was one of ours: the next round plans from there.
+                # 3
+                if not self._write(tx, plan, prepared):
+                    return False
+                crash_points.reach("mapper.before_trim_commit")
+                tx.commit()
+                crash_points.reach("mapper.after_trim_commit")
+        except (CommitConflict, CommitUnknown) as error:
+            # 4
+            if isinstance(error, CommitConflict):
+                self.on_conflict()
+                self._discard(prepared)
+            _log.info("trim not committed, reading the state again", error=error)
+            return self._learn(index, plan.state)
+        except (DiskFull, Expired) as error:
+            if prepared is None:
+                raise
+            self._blocked(plan, error)
+            return False
+        self._committed(plan, prepared)
+        # 5
+        self._trim_input()
+        self._trim_spill()
+        self._moved = True
+        return True
+
+    def _committed(self, plan: TrimPlan, prepared: Prepared | None) -> None:
+        with self._lock:
+            # The ingestion may have seen the new state before us, and adopted it.
+            if self._core.persisted.is_before(plan.state):
+                self._core.trimmed(plan.state)
+                if prepared is not None:
+                    self._core.spilled(prepared.after)
+        if prepared is not None:
+            for reducer, after in prepared.after.items():
+                self._report_spilled(reducer, prepared.before[reducer], after)
+
+    def _learn(self, index: MapperIndex, state: MapperState) -> bool:
+        found = lookup_state(self._client, self._processor, index)
+        with self._lock:
+            self._core.observe(found)
+        if found != state:
+            return False
+        self._trim_input()
+        return True
+
+    def _trim_input(self) -> None:
+        """Also after a round without progress: the last one may have ended between the commit and the trim."""
+        with self._lock:
+            state = self._core.persisted
+        if state != self._input_trimmed:
+            self._reader.trim(state.input_unread_row_index, state.continuation_token)
+            crash_points.reach("mapper.after_input_trim")
+            self._input_trimmed = state
+
+    # The spill
+
+    def _load_spill(self) -> None:
+        """Read again what is in the spill, if the state that belongs to it is the one this instance knows."""
+        if self._spill is None:
+            with self._lock:
+                self._core.load_spill({})
+            return
+        state, spills = self._spill.load()
+        with self._lock:
+            self._core.observe(state)
+            if (state or MapperState()) == self._core.persisted:
+                self._core.load_spill(spills)
+
+    def _prepare(self, plan: TrimPlan) -> Prepared | None:
+        """The rows to spill, made ready; None if the store cannot take them now."""
+        assert self._spill is not None
+        with self._lock:
+            reducers = list(plan.spill)
+            spills = self._core.spilling.spills
+            before = self._core.spilling.ends(reducers)
+            committed = {reducer: self._core.buckets[reducer].committed for reducer in reducers}
+            is_begun = {reducer: reducer in spills and not spills[reducer].is_empty for reducer in reducers}
+        try:
+            return self._spill.prepare(plan.spill, before, committed, is_begun)
+        except (DiskFull, TooLarge) as error:
+            self._blocked(plan, error)
+            return None
+
+    def _write(self, tx: Transaction, plan: TrimPlan, prepared: Prepared | None) -> bool:
+        """Into ``tx``, all that belongs together; False if the spill is not as this instance knows it."""
+        if prepared is not None:
+            assert self._spill is not None
+            if not self._spill.is_expected(tx, prepared):
+                self._discard(prepared)
+                with self._lock:
+                    self._core.forget_spill()
+                return False
+            self._spill.write(tx, prepared)
+        if plan.dead_letters is not None:
+            assert self._dead_letter_queue is not None
+            tx.append(self._dead_letter_queue, 0, plan.dead_letters)
+        tx.write(mappers_table(self._processor), state_rows(self._core.mapper_index, plan.state))
+        return True
+
+    def _discard(self, prepared: Prepared | None) -> None:
+        if prepared is None or self._spill is None:
+            return
+        try:
+            self._spill.discard(prepared)
+        except ShuffleError as error:
+            _log.info("staged rows left to be collected", error=error)
+
+    def _blocked(self, plan: TrimPlan, error: ShuffleError) -> None:
+        """As before there was a spill: reading stops when the window is full, and nothing is lost."""
+        with self._lock:
+            self._core.spilling.block(f"{type(error).__name__}: {error.message}")
+        rows = {int(reducer): sum(part.rows.num_rows for part in parts) for reducer, parts in plan.spill.items()}
+        _log.warning(
+            "the spill cannot be written, so rows of reducers that lag behind stay in memory", rows=rows, error=error
+        )
+
+    def _trim_spill(self) -> None:
+        with self._lock:
+            positions = self._core.spilling.trims()
+            emptied = [reducer for reducer in positions if self._core.spilling.spills[reducer].is_empty]
+        if not positions:
+            return
+        assert self._spill is not None
+        self._spill.trim(positions)
+        with self._lock:
+            self._core.spilling.trimmed(positions)
+        for reducer in emptied:
+            _log.info("a reducer has caught up: nothing of it is spilled any more", reducer=int(reducer))
+
+    # Seeing
+
+    def _report_spilled(self, reducer: ReducerIndex, before: SpillEnd, after: SpillEnd) -> None:
+        self.on_spilled(reducer, before, after)
+        if after.since_ms != before.since_ms:
+            _log.warning(
+                "a reducer lags behind the others: its rows go to the spill until it has caught up",
+                reducer=int(reducer),
+                rows=after.rows - before.rows,
+                bytes=after.nbytes - before.nbytes,
+            )
+
+    def _report_full(self, now_s: float) -> None:
+        """Who fills the window, while it is full. With the lock held."""
+        core = self._core
+        if core.wants_input:
+            self._full_since_s = None
+            return
+        if self._full_since_s is None:
+            self._full_since_s = self._full_reported_s = now_s
+        if now_s - self._full_reported_s < FULL_REPORT_S:
+            return
+        self._full_reported_s = now_s
+        _log.warning(
+            "the window is full, so no input is read",
+            full_for_s=round(now_s - self._full_since_s),
+            held=self.held(),
+            spill_blocked=core.spilling.blocked,
+        )
+
+    def held(self) -> Mapping[str, str]:
+        """For whom rows are in memory: those with the most first. With the lock held."""
+        buckets = sorted((bucket for bucket in self._core.buckets if bucket.rows), key=lambda bucket: -bucket.nbytes)
+        return {
+            f"reducer {bucket.reducer_index}": f"{bucket.rows} rows, {bucket.nbytes} bytes" for bucket in buckets[:8]
+        }

@@ -1,0 +1,208 @@
+"""The window: mapped batches held in memory until every reducer has committed its rows of them.
+
+An entry is one mapped batch, cut into parts: for each reducer that has rows in it, one Arrow batch with the places of
+its rows in the entry. Parts are freed one by one, as soon as their reducer has committed their last row, so that a slow
+reducer holds memory for its own rows only. The entry itself, a few numbers by then, stays in its place until all
+entries before it are done, because the persisted state is one position and cannot have holes.
+
+No I/O, no threads, no clocks in here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from shuffle.ids import InputIndex, ReducerIndex, ShuffleIndex, Token
+
+ENTRY_OVERHEAD_BYTES = 1024
+"""What an entry weighs without its rows: objects, a token, a place in the queue. Counted so that very many very small
+entries behind a reducer that is down reach the memory limit instead of growing past it."""
+
+PART_OVERHEAD_BYTES = 512
+"""The same for a part: the Arrow batch's own objects, whatever is in it."""
+
+Places = np.ndarray[Any, np.dtype[np.uint32]]
+
+
+class Part:
+    """One reducer's rows of one window entry."""
+
+    __slots__ = ("batch", "begin", "entry", "first_row_index", "last_row_index", "nbytes", "places", "reducer_index")
+
+    def __init__(self, entry: WindowEntry, reducer_index: ReducerIndex, batch: pa.RecordBatch, places: Places) -> None:
+        assert batch.num_rows == len(places) > 0
+        self.entry = entry
+        self.reducer_index = reducer_index
+        self.batch: pa.RecordBatch | None = batch
+        self.places: Places | None = places
+        """Where each row stands in the entry; rising. Its shuffle index is ``entry.shuffle_begin`` plus this."""
+        self.begin = 0
+        """The first row that is not committed."""
+        self.first_row_index = ShuffleIndex(entry.shuffle_begin + int(places[0]))
+        self.last_row_index = ShuffleIndex(entry.shuffle_begin + int(places[-1]))
+        # Whole buffers, not the visible slice of them: a slice keeps all of what it was cut from.
+        self.nbytes = int(batch.get_total_buffer_size()) + int(places.nbytes) + PART_OVERHEAD_BYTES
+
+    @property
+    def rows(self) -> int:
+        """Rows that are not committed."""
+        return 0 if self.places is None else len(self.places) - self.begin
+
+    def row_after(self, row_index: int) -> int:
+        """The place in the batch of the first row whose shuffle index is above ``row_index``."""
+        assert self.places is not None
+        if row_index < self.first_row_index:
+            return 0
+        if row_index >= self.last_row_index:
+            return len(self.places)
+        return int(np.searchsorted(self.places, row_index - self.entry.shuffle_begin, side="right"))
+
+    def row_index_at(self, row: int) -> ShuffleIndex:
+        assert self.places is not None
+        return ShuffleIndex(self.entry.shuffle_begin + int(self.places[row]))
+
+    def commit(self, row_index: int) -> int:
+        """Rows up to ``row_index`` are committed: how many of them were not before. Memory goes with the last one."""
+        before = self.begin
+        self.begin = max(self.begin, self.row_after(row_index))
+        return self.begin - before
+
+    @property
+    def is_committed(self) -> bool:
+        return self.rows == 0
+
+    def free(self) -> None:
+        self.batch = None
+        self.places = None
+
+
+class WindowEntry:
+    """One mapped batch: its range in both numberings, the token after it, and its parts."""
+
+    __slots__ = (
+        "dead_letters",
+        "ingested_us",
+        "input_begin",
+        "input_end",
+        "parts",
+        "pointer_count",
+        "shuffle_begin",
+        "shuffle_end",
+        "token_after",
+    )
+
+    def __init__(
+        self,
+        input_begin: InputIndex,
+        input_end: InputIndex,
+        shuffle_begin: ShuffleIndex,
+        shuffle_end: ShuffleIndex,
+        token_after: Token,
+        dead_letters: pa.Table | None = None,
+        ingested_us: int = 0,
+    ) -> None:
+        self.input_begin = input_begin
+        self.input_end = input_end
+        self.shuffle_begin = shuffle_begin
+        self.shuffle_end = shuffle_end
+        self.token_after = token_after
+        self.dead_letters = dead_letters
+        """Input rows that ``map`` refused, to be set aside in the transaction that advances the state past them."""
+        self.ingested_us = ingested_us
+        """When this instance took the batch in: microseconds since 1970, UTC."""
+        self.parts: dict[ReducerIndex, Part] = {}
+        """Those that still hold rows."""
+        self.pointer_count = 0
+        """The bucket pointer count: buckets whose first uncommitted row is in this entry."""
+
+    def add_part(self, reducer_index: ReducerIndex, batch: pa.RecordBatch, places: Places) -> Part:
+        part = Part(self, reducer_index, batch, places)
+        self.parts[reducer_index] = part
+        return part
+
+    @property
+    def overhead_bytes(self) -> int:
+        letters = 0 if self.dead_letters is None else int(self.dead_letters.get_total_buffer_size())
+        return ENTRY_OVERHEAD_BYTES + letters
+
+    @property
+    def nbytes(self) -> int:
+        return self.overhead_bytes + sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def is_bare(self) -> bool:
+        """Nothing but positions: all rows were filtered away, or committed before they were mapped again."""
+        return not self.parts and self.dead_letters is None
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSize:
+    entries: int
+    rows: int
+    nbytes: int
+
+
+class Window:
+    """The mapper's queue of entries."""
+
+    def __init__(self) -> None:
+        self._entries: deque[WindowEntry] = deque()
+        self.first_entry_index = 0
+        """The absolute index, within the life of this instance, of the entry at the front."""
+        self.nbytes = 0
+        self.rows = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def entries(self) -> Sequence[WindowEntry]:
+        return self._entries
+
+    def push(self, entry: WindowEntry) -> None:
+        if self._entries:
+            last = self._entries[-1]
+            assert (last.input_end, last.shuffle_end) == (entry.input_begin, entry.shuffle_begin)
+            if entry.is_bare:
+                # It has nothing to wait for but the entry before it, so it becomes a longer range of that one. Without
+                # this, a stretch of rows that all get filtered would fill the window with entries of no rows.
+                last.input_end, last.shuffle_end = entry.input_end, entry.shuffle_end
+                last.token_after = entry.token_after
+                return
+        self._entries.append(entry)
+        self.nbytes += entry.nbytes
+        self.rows += sum(part.rows for part in entry.parts.values())
+
+    def commit(self, part: Part, row_index: int) -> int:
+        """Pass ``row_index`` on to ``part``, and free it if that was the last of its rows. The rows newly committed."""
+        rows = part.commit(row_index)
+        self.rows -= rows
+        if part.is_committed:
+            self.nbytes -= part.nbytes
+            del part.entry.parts[part.reducer_index]
+            part.free()
+        return rows
+
+    def trim_front(self) -> list[WindowEntry]:
+        """TrimWindowEntries: take the entries off the front that no bucket points to, and return them.
+
+        An uncommitted row in the entry at the front is the first of its bucket, so a count of 0 there means that there
+        is none.
+        """
+        trimmed = []
+        while self._entries and self._entries[0].pointer_count == 0:
+            entry = self._entries.popleft()
+            assert not entry.parts
+            self.first_entry_index += 1
+            self.nbytes -= entry.overhead_bytes
+            trimmed.append(entry)
+        return trimmed
+
+    def size(self) -> WindowSize:
+        return WindowSize(len(self._entries), self.rows, self.nbytes)

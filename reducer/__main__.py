@@ -1,0 +1,43 @@
+"""``python -m reducer SPEC --index I``: one reducer of a streaming processor."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from shuffle.footprint import keep_received, keep_small
+
+RECEIVED_BYTES_SPARE = 64 << 20
+"""As much as one batch for ``reduce`` may have, by default."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="shuffle reducer", description="Run one reducer of a streaming processor.")
+    parser.add_argument("spec", metavar="SPEC", help="the processor's spec, a YAML file")
+    parser.add_argument("--index", type=int, required=True, metavar="I", help="which reducer, counted from 0")
+    options = parser.parse_args(arguments)
+    keep_small()
+    keep_received(RECEIVED_BYTES_SPARE)
+
+    from reducer.daemon import run
+    from shuffle.cli import report
+    from shuffle.config import load_spec
+    from shuffle.errors import ShuffleError
+    from shuffle.logs import setup_logging
+
+    try:
+        spec = load_spec(options.spec)
+    except ShuffleError as error:
+        return report(error)
+    setup_logging("reducer", spec.processor, options.index)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return run(spec, options.index, stop=stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""The commit stage: the user's writes and the reducer's positions, in one transaction."""
+
+from __future__ import annotations
+
+from reducer.core import Work
+from reducer.reduce import Reduced
+from reducer.state import ReducerState
+from shuffle import crash_points
+from shuffle.errors import CommitConflict, SplitBrain
+from shuffle.ids import ReducerIndex
+from statestore import StateClient
+
+
+class Committer:
+    """Reads and moves the row of one reducer."""
+
+    def __init__(self, client: StateClient, table: str, index: ReducerIndex, mapper_count: int) -> None:
+        self._client = client
+        self._table = table
+        self._index = index
+        self._mapper_count = mapper_count
+        self._row_is_there = False
+        """As last seen. A reducer that has committed nothing has no row, and to the store that is not an empty one."""
+
+    def read_state(self) -> ReducerState:
+        rows = self._client.lookup(self._table, ReducerState.key(self._index))
+        self._row_is_there = rows.num_rows > 0
+        return ReducerState.from_rows(rows, self._mapper_count)
+
+    def commit(self, reduced: Reduced) -> None:
+        """Commit a work, or raise; after any error the persisted row decides what became of it (``core.settle``).
+
+        1. Take the user's transaction, or begin one.
+        2. Name the row that the work expects: the store compares it with its own when it commits, in the same step.
+        3. Write the new row.
+        4. Commit. CommitUnknown: perhaps it happened; it is never sent again, because only the persisted row can tell.
+        5. CommitConflict: nothing happened. Read the row. If it is not the one the work expects, another instance is
+           alive (or an earlier commit of this one arrived late): SplitBrain.
+        """
+        work = reduced.work
+        transaction = reduced.transaction or self._client.transaction()  # 1
+        with transaction:
+            if self._row_is_there or work.expected != ReducerState.initial(self._mapper_count):  # 2
+                transaction.expect(self._table, work.expected.to_row(self._index))
+            else:
+                transaction.expect_absent(self._table, ReducerState.key(self._index))
+            transaction.write(self._table, work.new.to_row(self._index))  # 3
+            crash_points.reach("reducer.before_commit")
+            try:
+                transaction.commit()  # 4
+            except CommitConflict as error:
+                found = self.read_state()  # 5
+                if found != work.expected:
+                    raise SplitBrain(_describe(self._index, work, found), reducer=self._index) from error
+                raise
+            crash_points.reach("reducer.after_commit")
+        self._row_is_there = True
+
+
+def _describe(index: ReducerIndex, work: Work, found: ReducerState) -> str:
+    expected = work.expected.committed_row_indices
+    differing = [i for i, (a, b) in enumerate(zip(expected, found.committed_row_indices, strict=True)) if a != b]
+    first = differing[0]
+    return (
+        f"reducer {index} expected to have committed mapper {first} up to {expected[first]}, and the store says "
+        f"{found.committed_row_indices[first]} ({len(differing)} of {len(expected)} mappers differ)"
+    )

@@ -1,0 +1,334 @@
+"""The reducer's cycle as a plain state machine: no threads, clocks, sockets or randomness.
+
+Rows go through it in one direction:
+
+    fetch_plan -> fetched -> [queued] -> take -> [in flight: reduced, then committed] -> committed
+
+- *committed* is what the store is known to hold; mappers are told nothing else, because they forget rows upon it.
+- *cursor* is the last shuffle index fetched, per mapper; it runs ahead of committed.
+- *queued* parts were fetched and are not yet part of a work. They are bounded in bytes, for each mapper apart, so that
+  a fast mapper cannot take the room of the others.
+- *works* are in flight from ``take`` until ``committed``: at most ``pipeline_depth``, strictly in order. Each expects
+  the row that the work before it writes.
+
+An *epoch* is the time between two restarts. A restart drops everything but the persisted state, and answers to requests
+of an earlier epoch are ignored: that is the only kind of staleness there is, and it is one integer.
+
+A work whose commit did not happen is reduced again with the same rows (``rerun``), and so are all works after it, as
+they were built upon it. A work that was superseded in this way, or by a restart, is not ``current`` any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import pyarrow as pa
+
+from reducer.state import ReducerState
+from shuffle.errors import ShuffleError
+from shuffle.ids import MapperIndex, ShuffleIndex
+
+SETTLING_WAIT_MS = 250
+"""The long poll while rows of that mapper are still on their way to a commit, which it hears of with the next request.
+A mapper that cannot read on before it hears of it answers sooner by itself."""
+
+_CHUNK_ROWS_SMALL = 4096
+"""Below this average, the rows are copied into one chunk: user code pays for each chunk in each of its kernels."""
+
+
+class Settled(Enum):
+    """What the persisted row says about a work whose commit was not acknowledged."""
+
+    COMMITTED = "committed"
+    RERUN = "rerun"
+    SPLIT_BRAIN = "split brain"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    fetch_rows_max: int
+    fetch_bytes_max: int
+    fetch_wait_ms: int
+    batch_rows_max: int
+    batch_bytes_max: int
+    queued_bytes_max: int
+    """Fetched and not yet taken, over all mappers; each may exceed its share by one answer."""
+    pipeline_depth: int = 1
+    """Works in flight. With 1, reduce and commit take turns, while fetching always runs ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPlan:
+    """What to ask one mapper for, next."""
+
+    mapper_index: MapperIndex
+    epoch: int
+    committed_row_index: ShuffleIndex
+    from_row_index: ShuffleIndex
+    max_rows: int
+    max_bytes: int
+    wait_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One record batch of one mapper: the unit that is never divided, because only its end has a known index."""
+
+    mapper_index: MapperIndex
+    from_row_index: ShuffleIndex
+    """The index before its first row (of this reducer's rows; indexes have gaps where other reducers' rows are)."""
+    last_row_index: ShuffleIndex
+    batch: pa.RecordBatch
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One batch on its way through reduce and commit."""
+
+    number: int
+    epoch: int
+    attempt: int
+    parts: tuple[Part, ...] = field(repr=False)
+    expected: ReducerState
+    new: ReducerState
+    row_count: int
+    size_bytes: int
+
+    def rowset(self) -> pa.Table:
+        """All its rows, those of a mapper together and in their order."""
+        table = pa.Table.from_batches([part.batch for part in self.parts])
+        if len(self.parts) > 1 and table.num_rows < _CHUNK_ROWS_SMALL * len(self.parts):
+            return table.combine_chunks()
+        return table
+
+    def origin(self, row: int) -> tuple[Part, int]:
+        """The part that row number ``row`` of the rowset came in, and its place there."""
+        for part in self.parts:
+            if row < part.batch.num_rows:
+                return part, row
+            row -= part.batch.num_rows
+        raise IndexError(f"the work has {self.row_count} rows")
+
+    def ranges(self) -> list[tuple[MapperIndex, ShuffleIndex, ShuffleIndex]]:
+        """(mapper, first, last): no row of this work lies outside of these shuffle indexes."""
+        found: dict[MapperIndex, tuple[ShuffleIndex, ShuffleIndex]] = {}
+        for part in self.parts:
+            first, _ = found.get(part.mapper_index, (ShuffleIndex(part.from_row_index + 1), None))
+            found[part.mapper_index] = (first, part.last_row_index)
+        return [(mapper_index, first, last) for mapper_index, (first, last) in found.items()]
+
+
+class ReducerCore:
+    """See the module's text. The caller serialises all calls."""
+
+    def __init__(self, mapper_count: int, limits: Limits) -> None:
+        if limits.pipeline_depth < 1:
+            raise ValueError(f"pipeline_depth must be at least 1, not {limits.pipeline_depth}")
+        self.mapper_count = mapper_count
+        self.limits = limits
+        self.epoch = 0
+        self.committed_state = ReducerState.initial(mapper_count)
+        self._works_made = 0
+        self._share_bytes = max(1, limits.queued_bytes_max // max(1, mapper_count))
+        self._next_mapper = 0
+        self._reset(self.committed_state)
+
+    def _reset(self, state: ReducerState) -> None:
+        self.committed_state = state
+        self._tip = state
+        """The row that the next new work expects: committed, plus all works in flight."""
+        self._cursors = list(state.committed_row_indices)
+        self._queued: list[deque[Part]] = [deque() for _ in range(self.mapper_count)]
+        self._queued_bytes = [0] * self.mapper_count
+        self._in_flight: deque[Work] = deque()
+        self._to_take: deque[Work] = deque()
+        """Of the works in flight, those that must be reduced again; they go before new ones."""
+
+    # -- restarts -----------------------------------------------------------------------------------------------------
+
+    def restart(self, persisted: ReducerState) -> None:
+        """Drop everything and go on from the persisted state."""
+        if len(persisted.committed_row_indices) != self.mapper_count:
+            raise ValueError(f"a state of {len(persisted.committed_row_indices)} mappers, not {self.mapper_count}")
+        self.epoch += 1
+        self._reset(persisted)
+
+    def agrees(self, persisted: ReducerState) -> bool:
+        """Whether ``persisted`` can be the work of this instance alone: committed, or a commit still in flight."""
+        return persisted == self.committed_state or any(persisted == work.new for work in self._in_flight)
+
+    # -- fetch --------------------------------------------------------------------------------------------------------
+
+    def cursor(self, mapper_index: MapperIndex) -> ShuffleIndex:
+        return self._cursors[mapper_index]
+
+    def fetch_plan(self, mapper_index: MapperIndex) -> FetchPlan | None:
+        """The next request to this mapper, or None while its share of the memory is taken."""
+        room_bytes = self._share_bytes - self._queued_bytes[mapper_index]
+        if room_bytes <= 0:
+            return None
+        committed, cursor = self.committed_state[mapper_index], self._cursors[mapper_index]
+        settling = cursor > committed
+        return FetchPlan(
+            mapper_index=mapper_index,
+            epoch=self.epoch,
+            committed_row_index=committed,
+            from_row_index=cursor,
+            max_rows=self.limits.fetch_rows_max,
+            max_bytes=min(self.limits.fetch_bytes_max, room_bytes),
+            wait_ms=min(self.limits.fetch_wait_ms, SETTLING_WAIT_MS) if settling else self.limits.fetch_wait_ms,
+        )
+
+    def fetched(self, plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]]) -> int:
+        """Queue an answer: its batches, each with the shuffle index of its last row. Returns the rows queued.
+
+        An answer of an abandoned epoch, or one that does not continue at the cursor, changes nothing.
+        """
+        mapper_index = plan.mapper_index
+        if plan.epoch != self.epoch or plan.from_row_index != self._cursors[mapper_index]:
+            return 0
+        parts = _parts(plan, batches)
+        for part in parts:
+            self._queued[mapper_index].append(part)
+            self._queued_bytes[mapper_index] += part.size_bytes
+            self._cursors[mapper_index] = part.last_row_index
+        return sum(part.batch.num_rows for part in parts)
+
+    @property
+    def queued_bytes(self) -> int:
+        return sum(self._queued_bytes)
+
+    @property
+    def queued_rows(self) -> int:
+        return sum(part.batch.num_rows for queued in self._queued for part in queued)
+
+    # -- reduce -------------------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> tuple[Work, ...]:
+        return tuple(self._in_flight)
+
+    def take(self) -> Work | None:
+        """The next work to reduce: one to be reduced again, else whatever has been fetched, up to the batch limits."""
+        if self._to_take:
+            return self._to_take.popleft()
+        if len(self._in_flight) >= self.limits.pipeline_depth:
+            return None
+        parts = self._take_parts()
+        if not parts:
+            return None
+        new = self._tip.advanced({part.mapper_index: part.last_row_index for part in parts})
+        self._works_made += 1
+        work = Work(
+            number=self._works_made,
+            epoch=self.epoch,
+            attempt=1,
+            parts=tuple(sorted(parts, key=lambda part: part.mapper_index)),
+            expected=self._tip,
+            new=new,
+            row_count=sum(part.batch.num_rows for part in parts),
+            size_bytes=sum(part.size_bytes for part in parts),
+        )
+        self._tip = new
+        self._in_flight.append(work)
+        return work
+
+    def _take_parts(self) -> list[Part]:
+        """Parts of all mappers in turn, so that no mapper waits for another; rows of one schema only."""
+        parts: list[Part] = []
+        row_count = size_bytes = 0
+        turn = [(self._next_mapper + i) % self.mapper_count for i in range(self.mapper_count)]
+        if turn:
+            self._next_mapper = (self._next_mapper + 1) % self.mapper_count
+        while turn:
+            for mapper_index in list(turn):
+                queued = self._queued[mapper_index]
+                if not queued or (parts and not queued[0].batch.schema.equals(parts[0].batch.schema)):
+                    turn.remove(mapper_index)
+                    continue
+                head = queued[0]
+                full = (
+                    row_count + head.batch.num_rows > self.limits.batch_rows_max
+                    or size_bytes + head.size_bytes > self.limits.batch_bytes_max
+                )
+                # A single part over the limit must pass all the same, alone, or nothing would ever pass again.
+                if parts and full:
+                    return parts
+                queued.popleft()
+                self._queued_bytes[mapper_index] -= head.size_bytes
+                parts.append(head)
+                row_count += head.batch.num_rows
+                size_bytes += head.size_bytes
+        return parts
+
+    # -- commit -------------------------------------------------------------------------------------------------------
+
+    def is_current(self, work: Work) -> bool:
+        """Whether the result of reducing ``work`` is still wanted."""
+        return any(mine is work for mine in self._in_flight) and not any(mine is work for mine in self._to_take)
+
+    def commit_plan(self, work: Work) -> tuple[ReducerState, ReducerState]:
+        """(the row the store must hold, the row to write); only the oldest work in flight may be committed."""
+        self._check_oldest(work)
+        return work.expected, work.new
+
+    def committed(self, work: Work) -> None:
+        """The store has acknowledged ``work``, or its row says that it holds it."""
+        self._check_oldest(work)
+        self._in_flight.popleft()
+        if self._to_take and self._to_take[0] is work:
+            self._to_take.popleft()
+        self.committed_state = work.new
+
+    def rerun(self, work: Work) -> None:
+        """The commit of ``work`` did not happen: reduce it again, and all works after it."""
+        self._check_oldest(work)
+        again = [replace(mine, attempt=mine.attempt + 1) for mine in self._in_flight]
+        self._in_flight = deque(again)
+        self._to_take = deque(again)
+
+    def settle(self, work: Work, persisted: ReducerState) -> Settled:
+        """Decide by the persisted row what became of a commit that was not acknowledged, and act upon it.
+
+        - It is the row the work writes: the commit happened. (Or another instance committed these very rows: the same
+          bytes with the same effect, once.)
+        - It is the row the work expects: the commit has not happened. It may still arrive late; but it and the second
+          attempt both require the expected row and both change it, so at most one of them applies, and if it is the
+          late one, the second attempt ends here again and finds the first case.
+        - Anything else: another instance is alive. Start again from what it left.
+        """
+        if persisted == work.new:
+            self.committed(work)
+            return Settled.COMMITTED
+        if persisted == work.expected:
+            self.rerun(work)
+            return Settled.RERUN
+        self.restart(persisted)
+        return Settled.SPLIT_BRAIN
+
+    def _check_oldest(self, work: Work) -> None:
+        if not self._in_flight or self._in_flight[0] is not work:
+            raise ShuffleError(f"work {work.number} (attempt {work.attempt}) is not the oldest in flight")
+
+
+def _parts(plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]]) -> list[Part]:
+    parts: list[Part] = []
+    before = plan.from_row_index
+    for batch, last in batches:
+        if batch.num_rows == 0:
+            continue
+        # Every row has an index of its own above the one before, so a batch needs at least as many as it has rows.
+        if last < before + batch.num_rows:
+            raise ShuffleError(
+                f"mapper {plan.mapper_index} answered {batch.num_rows} rows after shuffle index {before} that end at "
+                f"{last}, which is impossible: the answer is dropped",
+                mapper=plan.mapper_index,
+                position=before,
+            )
+        parts.append(Part(plan.mapper_index, before, last, batch, max(1, batch.nbytes)))
+        before = last
+    return parts

@@ -1,0 +1,230 @@
+"""The fetch stage: one thread for each mapper, so that none of them is ever waited for by another.
+
+A fetcher has at most one request under way. It asks the youngest instance that discovery lists, the next one after a
+failure, and waits a little longer after each failure in a row, unless discovery changes first. Which rows to ask for is
+the core's to say (``FetchPlan``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from reducer.backoff import Backoff
+from reducer.core import FetchPlan, Part
+from reducer.pipeline import Pipeline
+from reducer.stream import Answer, RowStream
+from shuffle import crash_points, flight
+from shuffle.discovery import MapperAddress, MapperDirectory
+from shuffle.errors import RowsGone, ShuffleError, StaleMapper, TooLarge
+from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
+from shuffle.limits import BATCH_BYTES_MAX
+from shuffle.logs import get_logger
+from shuffle.messages import BatchTail, GetRows
+from shuffle.metrics import ReducerMetrics
+
+ANSWER_S_MAX = 10.0
+"""Time for an answer beyond the long poll that was asked for. A mapper that needs more is as good as gone."""
+
+LOCATE_S_MAX = 2.0
+"""Time for finding the exact position of one row to set aside: nice to have, not worth a long wait."""
+
+_log = get_logger(__name__)
+
+
+def get_rows(client: Any, request: GetRows, *, who: str, timeout_s: float) -> Answer:
+    """One GetRows call: the batches of the answer, each with the shuffle index of its last row."""
+    batches: Answer = []
+    size_bytes = 0
+    with flight.typed_errors(who):
+        reader = client.do_get(flight.Ticket(request.encode()), flight.call_options(timeout_s))
+        for chunk in reader:
+            if chunk.data is None or chunk.data.num_rows == 0:
+                continue
+            if chunk.app_metadata is None:
+                raise ShuffleError(f"{who} sent rows without their shuffle index: is it a mapper of this version?")
+            size_bytes += chunk.data.nbytes
+            if size_bytes > request.max_bytes + BATCH_BYTES_MAX:
+                reader.cancel()
+                raise TooLarge(f"{who} sent more than {size_bytes} bytes, and {request.max_bytes} were asked for")
+            batches.append((chunk.data, BatchTail.decode(bytes(chunk.app_metadata)).last_row_index))
+    return batches
+
+
+class Connections:
+    """At most one Flight client, to the instance in use, and an exchange on it; used by one thread."""
+
+    def __init__(self, connect: Callable[[str], Any] = flight.connect) -> None:
+        self._connect = connect
+        self._address: str | None = None
+        self._client: Any = None
+        self._stream: RowStream | None = None
+
+    def to(self, address: str) -> Any:
+        if address != self._address:
+            self.close()
+            self._client = self._connect(address)
+            self._address = address
+        return self._client
+
+    def stream_to(self, address: str, who: str) -> RowStream:
+        client = self.to(address)
+        if self._stream is None:
+            self._stream = RowStream(client, who)
+        return self._stream
+
+    def close(self) -> None:
+        client, self._client, self._address = self._client, None, None
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+        if client is not None:
+            client.close()
+
+
+class Choice:
+    """Which instance of a mapper to ask: the youngest listed, and after a failure the next one, in turn."""
+
+    def __init__(self) -> None:
+        self._listed: Sequence[MapperAddress] = ()
+        self._turn = 0
+
+    def choose(self, listed: Sequence[MapperAddress]) -> MapperAddress | None:
+        if list(listed) != list(self._listed):
+            self._listed, self._turn = list(listed), 0
+        return self._listed[self._turn % len(self._listed)] if self._listed else None
+
+    def failed(self) -> None:
+        self._turn += 1
+
+
+class Fetcher(threading.Thread):
+    """Fetches the rows of one mapper until the pipeline is stopped."""
+
+    def __init__(
+        self,
+        mapper_index: MapperIndex,
+        reducer_index: ReducerIndex,
+        pipeline: Pipeline,
+        directory: MapperDirectory,
+        backoff: Backoff,
+        metrics: ReducerMetrics,
+        on_rows_gone: Callable[[], None],
+    ) -> None:
+        super().__init__(name=f"fetch-{mapper_index}", daemon=True)
+        self._mapper_index = mapper_index
+        self._reducer_index = reducer_index
+        self._pipeline = pipeline
+        self._directory = directory
+        self._backoff = backoff
+        self._metrics = metrics
+        self._on_rows_gone = on_rows_gone
+        self._choice = Choice()
+        self._connections = Connections()
+
+    def run(self) -> None:
+        try:
+            while (plan := self._pipeline.next_plan(self._mapper_index)) is not None:
+                self._step(plan)
+        except Exception as error:
+            self._pipeline.fail(error)
+        finally:
+            self._connections.close()
+
+    def _step(self, plan: FetchPlan) -> None:
+        changes = self._directory.changes
+        mapper = self._choice.choose(self._directory.mappers().get(self._mapper_index, []))
+        if mapper is None:
+            self._wait(changes)
+            return
+        try:
+            answer = self._ask(mapper, plan)
+            if answer:
+                crash_points.reach("reducer.after_fetch")
+            rows = self._pipeline.fetched(plan, answer)
+        except ShuffleError as error:
+            self._failed(mapper, error, changes)
+            return
+        if self._backoff.failures:
+            _log.info("mapper answers again", mapper=self._mapper_index, address=mapper.address)
+            self._backoff.reset()
+        if rows:
+            self._metrics.fetched_rows.inc(rows)
+            self._metrics.fetched_bytes.inc(sum(batch.nbytes for batch, _ in answer))
+
+    def _ask(self, mapper: MapperAddress, plan: FetchPlan) -> Answer:
+        request = GetRows(
+            mapper_id=mapper.guid,
+            reducer_index=self._reducer_index,
+            committed_row_index=plan.committed_row_index,
+            from_row_index=plan.from_row_index,
+            max_rows=plan.max_rows,
+            max_bytes=plan.max_bytes,
+            wait_ms=plan.wait_ms,
+        )
+        begin_s = time.monotonic()
+        try:
+            stream = self._connections.stream_to(mapper.address, self._who(mapper))
+            return stream.get_rows(request, timeout_s=plan.wait_ms / 1000 + ANSWER_S_MAX)
+        finally:
+            self._metrics.fetch_seconds.observe(time.monotonic() - begin_s)
+
+    def _failed(self, mapper: MapperAddress, error: ShuffleError, changes: int) -> None:
+        if self._pipeline.stopping:
+            return
+        # One line for a streak of failures: a mapper may be away for hours.
+        if self._backoff.failures == 0:
+            _log.warning("mapper passed over", mapper=self._mapper_index, address=mapper.address, error=error)
+        self._choice.failed()
+        if isinstance(error, RowsGone):
+            # Rows leave a window only when this reducer has committed them, so somebody else has done it in its name.
+            self._on_rows_gone()
+        elif not isinstance(error, StaleMapper):
+            self._connections.close()  # A broken channel is not worth its own back-off on top of ours.
+        self._wait(changes)
+
+    def _wait(self, changes: int) -> None:
+        """The back-off, cut short when discovery has news: that is what ends most failures."""
+        self._directory.wait_for_change(self._backoff.next_s(), since=changes)
+
+    def _who(self, mapper: MapperAddress) -> str:
+        return f"mapper {self._mapper_index} at {mapper.address}"
+
+
+class RowLocator:
+    """Finds the shuffle index of a single row: a repeated read of its part that ends with it has it as its tail."""
+
+    def __init__(self, reducer_index: ReducerIndex, pipeline: Pipeline, directory: MapperDirectory) -> None:
+        self._reducer_index = reducer_index
+        self._pipeline = pipeline
+        self._directory = directory
+
+    def __call__(self, part: Part, place: int) -> ShuffleIndex | None:
+        for mapper in self._directory.mappers().get(part.mapper_index, []):
+            connections = Connections()
+            try:
+                answer = get_rows(
+                    connections.to(mapper.address),
+                    self._request(part, place, mapper),
+                    who=mapper.address,
+                    timeout_s=LOCATE_S_MAX,
+                )
+            except ShuffleError:
+                continue
+            finally:
+                connections.close()
+            if sum(batch.num_rows for batch, _ in answer) == place + 1:
+                return answer[-1][1]
+        return None
+
+    def _request(self, part: Part, place: int, mapper: MapperAddress) -> GetRows:
+        return GetRows(
+            mapper_id=mapper.guid,
+            reducer_index=self._reducer_index,
+            committed_row_index=self._pipeline.committed_row_index(part.mapper_index),
+            from_row_index=part.from_row_index,
+            max_rows=place + 1,
+            max_bytes=BATCH_BYTES_MAX,
+        )

@@ -1,0 +1,103 @@
+"""A fetcher's open exchange with one mapper: GetRows again and again, one at a time, without the cost of calls."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import pyarrow as pa
+
+from shuffle import flight
+from shuffle.errors import ShuffleError, StoreUnavailable, TooLarge, from_wire
+from shuffle.ids import ShuffleIndex
+from shuffle.limits import BATCH_BYTES_MAX
+from shuffle.messages import NO_ROWS, ROWS_EXCHANGE, STREAM_OVER, BatchTail, GetRows
+
+Answer = list[tuple[pa.RecordBatch, ShuffleIndex]]
+"""Batches, each with the shuffle index of its last row."""
+
+STREAM_S_MAX = 5.0
+"""An exchange is asked no more when it is this old. Flight bounds an exchange as a whole and not each answer, so this
+is what keeps the wait for a single one bounded."""
+
+
+class RowStream:
+    """Asks one mapper. Opens an exchange when there is none; one that broke is left, and the next question has another.
+
+    Used by one thread.
+    """
+
+    def __init__(self, client: Any, who: str) -> None:
+        self._client = client
+        self._who = who
+        self._writer: Any = None
+        self._reader: Any = None
+        self._opened_s = 0.0
+
+    def get_rows(self, request: GetRows, timeout_s: float) -> Answer:
+        """One GetRows. The answer comes within ``timeout_s`` and ``STREAM_S_MAX``, or there is an error."""
+        try:
+            with flight.typed_errors(self._who):
+                self._open(timeout_s)
+                self._writer.write_metadata(request.encode())
+                answer = self._answer(request)
+        except StopIteration:
+            self.close()
+            raise StoreUnavailable(f"{self._who} ended the exchange without an answer", address=self._who) from None
+        except BaseException:
+            self.close()
+            raise
+        if isinstance(answer, ShuffleError):
+            raise answer
+        return answer
+
+    def _open(self, timeout_s: float) -> None:
+        if self._writer is not None and time.monotonic() - self._opened_s < STREAM_S_MAX:
+            return
+        self.close()
+        descriptor = flight.FlightDescriptor.for_command(ROWS_EXCHANGE)
+        options = flight.call_options(STREAM_S_MAX + timeout_s)
+        self._writer, self._reader = self._client.do_exchange(descriptor, options)
+        self._opened_s = time.monotonic()
+        self._writer.begin(_NO_COLUMNS)
+
+    def _answer(self, request: GetRows) -> Answer | ShuffleError:
+        """The batches, or the error that the mapper answered: the exchange goes on after either."""
+        batches: Answer = []
+        size_bytes = 0
+        while True:
+            chunk = self._reader.read_chunk()
+            told = b"" if chunk.app_metadata is None else bytes(chunk.app_metadata)
+            if chunk.data is None or chunk.data.num_rows == 0:
+                if told == STREAM_OVER:
+                    self.close()
+                elif told.startswith(b"{"):
+                    return from_wire(told.decode())
+                elif told != NO_ROWS:
+                    raise ShuffleError(f"{self._who} gave an answer that is none: is it a mapper of this version?")
+                return batches
+            if not told:
+                raise ShuffleError(
+                    f"{self._who} sent rows without their shuffle index: is it a mapper of this version?"
+                )
+            tail = BatchTail.decode(told)
+            size_bytes += chunk.data.nbytes
+            if size_bytes > request.max_bytes + BATCH_BYTES_MAX:
+                raise TooLarge(f"{self._who} sent more than {size_bytes} bytes, and {request.max_bytes} were asked for")
+            batches.append((chunk.data, tail.last_row_index))
+            if not tail.more:
+                return batches
+
+    def close(self) -> None:
+        writer, reader = self._writer, self._reader
+        self._writer = self._reader = None
+        if writer is not None:
+            # Whatever is wrong with it, it is not needed any more.
+            with contextlib.suppress(Exception):
+                reader.cancel()
+            with contextlib.suppress(Exception):
+                writer.close()
+
+
+_NO_COLUMNS = pa.schema([])

@@ -1,0 +1,279 @@
+"""The aggregates that ``AggregateReducer`` can keep: count, sum, min, max and last.
+
+Each one is three steps over whole columns: what Arrow's ``group_by`` is to compute over a batch (``inputs``), the state
+columns that this batch alone would give (``partial``), and their union with the state from before (``merge``).
+
+Nulls are as in SQL: they are not counted, summed or compared, and where there was nothing else the result is null.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shuffle.errors import BadInput, SchemaMismatch
+
+_DECIMAL_DIGITS = 38
+_INT64_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInput:
+    """One column for Arrow's ``group_by``, and the function over it; ``values`` is ``None`` for ``count_all``."""
+
+    values: pa.ChunkedArray | None
+    function: str
+    options: Any = None
+
+
+def state_type(kind: pa.DataType) -> pa.DataType:
+    """The type under which a table keeps values of ``kind``: without dictionaries, with plain strings."""
+    types = pa.types
+    if types.is_dictionary(kind):
+        return state_type(kind.value_type)
+    if types.is_large_string(kind) or types.is_string_view(kind):
+        return pa.string()
+    if types.is_large_binary(kind) or types.is_binary_view(kind) or types.is_fixed_size_binary(kind):
+        return pa.binary()
+    return kind
+
+
+class Aggregate(ABC):
+    """One entry of ``AggregateReducer.aggregates``."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def needs(self) -> list[str]:
+        """The columns of the rows that it looks at."""
+
+    @abstractmethod
+    def state_fields(self, name: str, schema: pa.Schema) -> list[pa.Field]:
+        """The columns of the table that hold its state. The first one is the result."""
+
+    @abstractmethod
+    def inputs(self, rows: pa.Table) -> list[GroupInput]: ...
+
+    @abstractmethod
+    def partial(self, rows: pa.Table, grouped: list[pa.Array], fields: list[pa.Field]) -> list[pa.Array]:
+        """The state after these rows alone. ``grouped`` has one value per group for each of the ``inputs``."""
+
+    @abstractmethod
+    def merge(self, old: list[pa.Array], new: list[pa.Array], fields: list[pa.Field]) -> list[pa.Array]:
+        """The state after both. Where there was no state before, the columns of ``old`` are null."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count(Aggregate):
+    """How many rows; with a column, how many of its values are not null. An int64."""
+
+    column: str | None = None
+
+    def needs(self) -> list[str]:
+        return [] if self.column is None else [self.column]
+
+    def state_fields(self, name: str, schema: pa.Schema) -> list[pa.Field]:
+        return [pa.field(name, pa.int64())]
+
+    def inputs(self, rows: pa.Table) -> list[GroupInput]:
+        if self.column is None:
+            return [GroupInput(None, "count_all")]
+        return [GroupInput(rows[self.column], "count", pc.CountOptions(mode="only_valid"))]
+
+    def partial(self, rows: pa.Table, grouped: list[pa.Array], fields: list[pa.Field]) -> list[pa.Array]:
+        return grouped
+
+    def merge(self, old: list[pa.Array], new: list[pa.Array], fields: list[pa.Field]) -> list[pa.Array]:
+        return [_checked(lambda: pc.add_checked(pc.fill_null(old[0], 0), new[0]), fields[0])]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum(Aggregate):
+    """The sum of a column: of integers an int64, of floats a float64, of decimals one of 38 digits.
+
+    A sum that does not fit is an error, never a wrong number. Sums of floats depend on the order of arrival, as float
+    addition does; use decimals where that matters.
+    """
+
+    column: str
+
+    def needs(self) -> list[str]:
+        return [self.column]
+
+    def state_fields(self, name: str, schema: pa.Schema) -> list[pa.Field]:
+        kind = state_type(schema.field(self.column).type)
+        if pa.types.is_integer(kind):
+            return [pa.field(name, pa.int64())]
+        if pa.types.is_floating(kind):
+            return [pa.field(name, pa.float64())]
+        if pa.types.is_decimal(kind):
+            return [pa.field(name, pa.decimal128(_DECIMAL_DIGITS, kind.scale))]
+        raise SchemaMismatch(f"cannot sum column {self.column!r}: it is {kind}, not a number", column=self.column)
+
+    def inputs(self, rows: pa.Table) -> list[GroupInput]:
+        values = _plain(rows[self.column])
+        if pa.types.is_floating(values.type):
+            values = values.cast(pa.float64())
+        else:
+            values = values.cast(_sum_type(values))
+        return [GroupInput(values, "sum", pc.ScalarAggregateOptions(skip_nulls=True, min_count=1))]
+
+    def partial(self, rows: pa.Table, grouped: list[pa.Array], fields: list[pa.Field]) -> list[pa.Array]:
+        return [_checked(lambda: grouped[0].cast(fields[0].type), fields[0])]
+
+    def merge(self, old: list[pa.Array], new: list[pa.Array], fields: list[pa.Field]) -> list[pa.Array]:
+        kind = fields[0].type
+        # Two decimals of 38 digits add up to one of 39, which only decimal256 has room for.
+        wide = pa.decimal256(_DECIMAL_DIGITS, kind.scale) if pa.types.is_decimal(kind) else kind
+        zero = pa.scalar(0, pa.int64()).cast(wide)
+
+        def add() -> pa.Array:
+            both = pc.add_checked(pc.fill_null(old[0].cast(wide), zero), pc.fill_null(new[0].cast(wide), zero))
+            return both.cast(kind)
+
+        neither = pc.and_(pc.is_null(old[0]), pc.is_null(new[0]))
+        return [pc.if_else(neither, pa.scalar(None, kind), _checked(add, fields[0]))]
+
+
+def _sum_type(values: pa.ChunkedArray) -> pa.DataType:
+    """A type in which no sum of these integers or decimals overflows: Arrow's own sum would wrap around in silence."""
+    ends = pc.min_max(values).as_py()
+    largest = max(abs(ends["min"] or 0), abs(ends["max"] or 0)) * len(values)
+    if pa.types.is_integer(values.type):
+        return pa.int64() if largest <= _INT64_MAX else pa.decimal256(76, 0)
+    fits = Decimal(largest).adjusted() + 1 + values.type.scale <= _DECIMAL_DIGITS
+    return pa.decimal128(_DECIMAL_DIGITS, values.type.scale) if fits else pa.decimal256(76, values.type.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Extreme(Aggregate):
+    column: str
+    _function: ClassVar[str]
+
+    def needs(self) -> list[str]:
+        return [self.column]
+
+    def state_fields(self, name: str, schema: pa.Schema) -> list[pa.Field]:
+        return [pa.field(name, state_type(schema.field(self.column).type))]
+
+    def inputs(self, rows: pa.Table) -> list[GroupInput]:
+        options = pc.ScalarAggregateOptions(skip_nulls=True, min_count=1)
+        return [GroupInput(_plain(rows[self.column]), self._function, options)]
+
+    def partial(self, rows: pa.Table, grouped: list[pa.Array], fields: list[pa.Field]) -> list[pa.Array]:
+        return grouped
+
+    def merge(self, old: list[pa.Array], new: list[pa.Array], fields: list[pa.Field]) -> list[pa.Array]:
+        choose = pc.min_element_wise if self._function == "min" else pc.max_element_wise
+        kind = fields[0].type
+        # Arrow does not compare booleans or timestamps with a zone element by element; their numbers it does.
+        numbers = {pa.types.is_boolean(kind): pa.uint8(), pa.types.is_timestamp(kind): pa.int64()}.get(True, kind)
+        return [choose(old[0].cast(numbers), new[0].cast(numbers)).cast(kind)]
+
+
+@dataclass(frozen=True, slots=True)
+class Min(_Extreme):
+    """The least value of a column. A NaN counts only if there is nothing else."""
+
+    _function: ClassVar[str] = "min"
+
+
+@dataclass(frozen=True, slots=True)
+class Max(_Extreme):
+    """The greatest value of a column. A NaN counts only if there is nothing else."""
+
+    _function: ClassVar[str] = "max"
+
+
+@dataclass(frozen=True, slots=True)
+class Last(Aggregate):
+    """The value of the last row, be it null.
+
+    With ``by``, last is the row whose ``by`` is the greatest (rows without one do not count; of equal ones, the later
+    arrived); that value of ``by`` is kept in a second column of the table, ``NAME_by``. Without it, last is in the
+    order of arrival: that of the input for rows of one mapper, and any order between mappers.
+    """
+
+    column: str
+    by: str | None = None
+
+    def needs(self) -> list[str]:
+        return [self.column] if self.by is None else [self.column, self.by]
+
+    def state_fields(self, name: str, schema: pa.Schema) -> list[pa.Field]:
+        fields = [pa.field(name, state_type(schema.field(self.column).type))]
+        if self.by is not None:
+            fields.append(pa.field(f"{name}_by", state_type(schema.field(self.by).type)))
+        return fields
+
+    def inputs(self, rows: pa.Table) -> list[GroupInput]:
+        places = pa.chunked_array([self._places(rows)])
+        return [GroupInput(places, "max", pc.ScalarAggregateOptions(skip_nulls=True, min_count=1))]
+
+    def partial(self, rows: pa.Table, grouped: list[pa.Array], fields: list[pa.Field]) -> list[pa.Array]:
+        winners = grouped[0]
+        if self.by is not None:
+            order = _order_by(_plain(rows[self.by]))
+            winners = winners if order is None else order.take(winners)
+        columns = [self.column] if self.by is None else [self.column, self.by]
+        return [_one_chunk(_plain(rows[column]).take(winners)) for column in columns]
+
+    def merge(self, old: list[pa.Array], new: list[pa.Array], fields: list[pa.Field]) -> list[pa.Array]:
+        if self.by is None:
+            return new
+        later = pc.fill_null(pc.greater_equal(new[1], old[1]), pc.is_null(old[1]))
+        if pa.types.is_floating(fields[1].type):
+            later = pc.or_(later, pc.fill_null(pc.is_nan(new[1]), False))
+        wins = pc.and_(later, pc.is_valid(new[1]))
+        return [pc.if_else(wins, after, before) for before, after in zip(old, new, strict=True)]
+
+    def _places(self, rows: pa.Table) -> pa.Array:
+        """For each row, its place in the order that decides which is last; null if it does not take part."""
+        row_numbers = np.arange(rows.num_rows, dtype=np.int64)
+        if self.by is None:
+            return pa.array(row_numbers)
+        by = _plain(rows[self.by])
+        order = _order_by(by)
+        if order is None:
+            return pa.array(row_numbers)
+        places = np.empty(rows.num_rows, np.int64)
+        places[order.to_numpy(zero_copy_only=False)] = row_numbers
+        return pa.array(places, mask=by.is_null().to_numpy())
+
+
+def _order_by(by: pa.ChunkedArray) -> pa.Array | None:
+    """The row numbers in the order of ``by``, equal ones as they came; ``None`` if the rows are in that order already.
+
+    Timestamps usually are, and finding that out costs a fiftieth of sorting them.
+    """
+    numbers = pa.types.is_integer(by.type) or pa.types.is_timestamp(by.type) or pa.types.is_date32(by.type)
+    if numbers and not by.null_count:
+        values = by.to_numpy()
+        if bool(np.all(values[1:] >= values[:-1])):
+            return None
+    return pc.sort_indices(by)
+
+
+def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    kind = state_type(column.type)
+    return column if column.type == kind else column.cast(kind)
+
+
+def _one_chunk(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+
+
+def _checked(compute: Any, field: pa.Field) -> pa.Array:
+    try:
+        return compute()
+    except pa.ArrowInvalid as error:
+        raise BadInput(
+            f"{field.name!r} does not fit into {field.type} any more ({error}): sum a decimal or a float instead",
+            column=field.name,
+        ) from None

@@ -1,0 +1,90 @@
+"""What a user's module imports: the base classes of map and reduce, and what they are given."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from shuffle.errors import BadInput
+from shuffle.ids import Guid
+from shuffle.limits import KEY_GROUPS_DEFAULT
+
+if TYPE_CHECKING:
+    from statestore import StateClient, Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """Which worker of which streaming processor this is."""
+
+    processor: str
+    index: int
+    guid: Guid
+    mapper_count: int
+    reducer_count: int
+    max_parallelism: int = KEY_GROUPS_DEFAULT
+    """Key groups of the processor: what ``hash_partition`` wants to know if the spec sets another number."""
+
+
+class PartitionedRowset:
+    """What ``map`` returns: rows, and for each row the index of the reducer it goes to."""
+
+    __slots__ = ("partition_indexes", "rows")
+
+    def __init__(self, rows: pa.Table, partition_indexes: pa.Array | np.ndarray[Any, Any]) -> None:
+        if isinstance(partition_indexes, pa.ChunkedArray):
+            partition_indexes = partition_indexes.combine_chunks()
+        if isinstance(partition_indexes, pa.Array):
+            if partition_indexes.null_count:
+                raise BadInput("partition_indexes has nulls: every row must go to some reducer")
+            partition_indexes = partition_indexes.to_numpy(zero_copy_only=False)
+        indexes = np.asarray(partition_indexes)
+        if indexes.ndim != 1 or not np.issubdtype(indexes.dtype, np.integer):
+            raise BadInput(f"partition_indexes must be one dimension of integers, not {indexes.dtype}")
+        if len(indexes) != rows.num_rows:
+            raise BadInput(f"{rows.num_rows} rows but {len(indexes)} partition indexes: one for each row is needed")
+        self.rows = rows
+        self.partition_indexes = indexes
+
+
+class Mapper(ABC):
+    """The user's map: deterministic, row by row, and free to filter, change and multiply rows.
+
+    The same input rows must give the same output rows in the same order, whatever the batch boundaries, the process and
+    the time: after a crash rows are mapped again, and only their numbering says which were counted already.
+    """
+
+    def __init__(self, config: Mapping[str, Any], spec: WorkerSpec, state: StateClient, schema: pa.Schema) -> None:
+        self.config = config
+        self.spec = spec
+        self.state = state
+        self.schema = schema
+
+    @abstractmethod
+    def map(self, rows: pa.Table) -> PartitionedRowset: ...
+
+
+class Reducer(ABC):
+    """The user's reduce: folds a batch of rows into state, inside a transaction that the reducer commits.
+
+    Return the transaction without committing it, or ``None`` when there is nothing to write.
+    """
+
+    def __init__(self, config: Mapping[str, Any], spec: WorkerSpec, state: StateClient) -> None:
+        self.config = config
+        self.spec = spec
+        self.state = state
+
+    @abstractmethod
+    def reduce(self, rows: pa.Table) -> Transaction | None: ...
+
+    def forget(self) -> None:  # noqa: B027 (most reducers remember nothing)
+        """Called before ``reduce`` when what was remembered of the tables may have been overtaken.
+
+        Of what earlier calls returned, some was not committed, or another instance of this reducer has been at work.
+        """

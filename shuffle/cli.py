@@ -1,0 +1,313 @@
+"""The command ``shuffle``.
+
+Exit codes: 0 done, 1 failed, 2 a wrong spec or wrong arguments, 3 an exception in the user's code, 130 Ctrl-C.
+What goes wrong is told in one place, on stderr, after ``error: ``. Modules are imported by the commands that need them,
+so that ``shuffle --help`` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from shuffle.controller import RunOptions
+
+EXIT_FAILED = 1
+EXIT_SPEC = 2
+EXIT_USER_CODE = 3
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+DELEGATES = {
+    "mapper": ("mapper.__main__", "run one mapper of a processor"),
+    "reducer": ("reducer.__main__", "run one reducer of a processor"),
+    "statestore": ("statestore.daemon", "serve a state store"),
+    "demo": ("examples.demo", "see it all work, with processes killed on the way"),
+}
+"""Commands that are another module's ``main(arguments)``, with a ``--help`` of its own."""
+
+_EXAMPLES = """\
+examples:
+  shuffle demo                              see it all work, in under two minutes
+  shuffle check job.yaml                    is the spec right, and map deterministic?
+  shuffle run job.yaml                      run it until Ctrl-C
+  shuffle run job.yaml --until-drained      run it until all input there is has been committed
+  shuffle status job.yaml --json            positions, workers, lag
+  shuffle COMMAND --help                    more about one of them
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code. Raises nothing but ``SystemExit`` (from ``--help`` and wrong arguments)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(given)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has left. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except Exception as error:
+        from shuffle.errors import ShuffleError
+
+        if not isinstance(error, ShuffleError):
+            raise
+        return report(error)
+
+
+def report(error: Exception) -> int:
+    """Says what went wrong; the exit code for it. Workers end in the same way."""
+    from shuffle.errors import BadInput, SpecError, UserCodeError
+
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    if isinstance(error, UserCodeError):
+        return EXIT_USER_CODE
+    return EXIT_SPEC if isinstance(error, SpecError | BadInput) else EXIT_FAILED
+
+
+def _dispatch(given: list[str]) -> int:
+    if given and given[0] in DELEGATES:
+        module = importlib.import_module(DELEGATES[given[0]][0])
+        return int(module.main(given[1:]) or 0)
+    parser = build_parser(with_state="state" in given[:1])
+    options = parser.parse_args(given)
+    command: Callable[[argparse.Namespace], int] | None = getattr(options, "run_command", None)
+    if command is None:
+        parser.print_help()
+        return EXIT_SPEC
+    return command(options)
+
+
+def build_parser(with_state: bool = False) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shuffle",
+        description="A streaming map-reduce stage whose shuffle does not touch the disk.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"shuffle {_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_run(commands)
+    _add_check(commands)
+    _add_status(commands)
+    _add_top(commands)
+    for name, (_, what) in DELEGATES.items():
+        commands.add_parser(name, help=what, add_help=False)
+    state = _add(
+        commands,
+        "state",
+        "look into a state store: tables, queues, sizes",
+        "shuffle state ls ./job.state",
+        "shuffle state scan ./job.state activity --prefix root --limit 10",
+        "shuffle state queues grpc://host:port",
+    )
+    if with_state:
+        from statestore import admin
+
+        admin.add_parsers(state)
+        state.set_defaults(run_command=admin.run)
+    return parser
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("streaming-shuffle")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+# Parsers of the commands that are here -------------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    _Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def _add(commands: _Commands, name: str, what: str, *examples: str) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=what,
+        description=what[0].upper() + what[1:] + ".",
+        epilog="examples:\n" + "\n".join(f"  {example}" for example in examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _add_run(commands: _Commands) -> None:
+    parser = _add(
+        commands,
+        "run",
+        "start a processor, watch it, and start again what dies",
+        "shuffle run job.yaml",
+        "shuffle run job.yaml --until-drained --no-screen",
+        "shuffle run job.yaml --mappers-only",
+        "shuffle run job.yaml --engine spark --master spark://host:7077",
+    )
+    parser.add_argument("spec", metavar="SPEC", help="the processor's spec, a YAML file")
+    parser.add_argument(
+        "--until-drained", action="store_true", help="end with 0 once all input that is there has been committed"
+    )
+    parser.add_argument("--no-screen", action="store_true", help="lines of progress, even on a terminal")
+    parser.add_argument("--no-check", action="store_true", help="do not try map on a sample of the input first")
+    parser.add_argument(
+        "--accept-new-map",
+        action="store_true",
+        help="go on with a map that was changed over existing state; refused while that could lose or double rows",
+    )
+    parser.add_argument(
+        "--mappers-only",
+        action="store_true",
+        help="no reducers: for a Spark query that reads the rows (format shuffle) or runs the reducers (reduce_stream)",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("processes", "spark"),
+        default="processes",
+        help="what runs the workers: processes of this machine, or long-lived tasks of a Spark cluster "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--master", metavar="URL", help="the Spark master, with --engine spark")
+    parser.set_defaults(run_command=_run)
+
+
+def _add_check(commands: _Commands) -> None:
+    parser = _add(
+        commands,
+        "check",
+        "check a spec against its store, and whether map is deterministic on the real input",
+        "shuffle check job.yaml",
+    )
+    parser.add_argument("spec", metavar="SPEC", help="the processor's spec, a YAML file")
+    parser.set_defaults(run_command=_check)
+
+
+def _add_status(commands: _Commands) -> None:
+    parser = _add(
+        commands,
+        "status",
+        "show positions, workers and lag",
+        "shuffle status job.yaml",
+        "shuffle status job.yaml --json | jq '.mappers[].live.window_bytes'",
+    )
+    parser.add_argument("spec", metavar="SPEC", help="the processor's spec, a YAML file")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.set_defaults(run_command=_status)
+
+
+def _add_top(commands: _Commands) -> None:
+    parser = _add(commands, "top", "show the status again and again", "shuffle top job.yaml --interval 0.5")
+    parser.add_argument("spec", metavar="SPEC", help="the processor's spec, a YAML file")
+    parser.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between looks (default 1)")
+    parser.add_argument("--count", type=int, default=None, metavar="N", help="end after N looks")
+    parser.set_defaults(run_command=_top)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError("between 0.1 and 3600 seconds")
+    return value
+
+
+# What they do --------------------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> int:
+    from shuffle.config import load_spec
+    from shuffle.controller import run
+    from shuffle.errors import SpecError
+    from shuffle.logs import setup_logging
+
+    spec = load_spec(options.spec)
+    if options.master is not None and options.engine != "spark":
+        raise SpecError(f"--master {options.master} is for the other engine: add --engine spark")
+    if options.engine == "spark" and options.master is None:
+        raise SpecError("--engine spark needs --master URL: spark://host:7077, local[4], or what else Spark knows")
+    if options.engine == "spark":
+        from spark_connector.engine import run_on_spark
+
+        setup_logging("controller", spec.processor, level="warning")
+        return run_on_spark(spec, options.master, _run_options(options, screen=False))
+    screen = sys.stderr.isatty() and not options.no_screen
+    # What the controller notices is on the screen, or said in lines; its own log is for what goes wrong in it.
+    setup_logging("controller", spec.processor, level="error" if screen else "warning")
+    return run(spec, _run_options(options, screen))
+
+
+def _run_options(options: argparse.Namespace, screen: bool) -> RunOptions:
+    from shuffle.controller import RunOptions
+
+    return RunOptions(
+        until_drained=options.until_drained,
+        screen=screen,
+        check=not options.no_check,
+        accept_new_map=options.accept_new_map,
+        reducers=not options.mappers_only,
+    )
+
+
+def _check(options: argparse.Namespace) -> int:
+    from shuffle.check import check_map, describe
+    from shuffle.config import check_against_store, load_spec
+    from shuffle.controller import log_folder, not_deterministic, require_store, served_store
+    from shuffle.errors import SpecError
+    from shuffle.supervisor import Supervisor
+
+    given = load_spec(options.spec)
+    require_store(given)
+    supervisor = Supervisor()
+    try:
+        with log_folder(given) as logs, served_store(given, supervisor, logs) as spec, spec.open_state() as client:
+            mapper_count = check_against_store(spec, client)
+            print(f"{spec.path}: fine: {mapper_count} mappers, {spec.reducer.count} reducers")
+            result = check_map(spec, client, mapper_count)
+            for line in describe(result, spec):
+                print(line)
+            if result.difference is not None:
+                raise SpecError(not_deterministic(spec, result.difference))
+    finally:
+        supervisor.kill()
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    import json
+
+    from shuffle.config import load_spec
+    from shuffle.controller import require_store
+    from shuffle.screen import print_status
+    from shuffle.status import collect
+
+    spec = load_spec(options.spec)
+    require_store(spec)
+    with spec.open_state() as client:
+        status = collect(spec, client)
+    if options.json:
+        print(json.dumps(status.to_json(), indent=2))
+    else:
+        print_status(status)
+    return 0
+
+
+def _top(options: argparse.Namespace) -> int:
+    from shuffle.config import load_spec
+    from shuffle.controller import require_store
+    from shuffle.screen import show_again_and_again
+    from shuffle.status import StatusCollector
+
+    spec = load_spec(options.spec)
+    require_store(spec)
+    with spec.open_state() as client, StatusCollector(spec, client) as collector:
+        show_again_and_again(collector.collect, options.interval, options.count)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

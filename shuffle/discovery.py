@@ -1,0 +1,215 @@
+"""Who is there: workers keep a lease in their group, and reducers watch the group of the mappers.
+
+Discovery is allowed to be stale: a mapper that has died stays listed until its lease ends, and one that lives may be
+missing for a moment after the store was restarted. Nothing that must be exact depends on it; the guid in every request
+is what protects against talking to the wrong instance.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from shuffle.errors import Expired, ShuffleError
+from shuffle.ids import Guid, MapperIndex
+from shuffle.logs import get_logger
+
+if TYPE_CHECKING:
+    from statestore import Lease, Member, StateClient
+
+RETRY_S_MIN = 0.1
+RETRY_S_MAX = 2.0
+WATCH_WAIT_MS = 1_000
+"""One long poll of the watcher; also how long ``close`` may have to wait for it."""
+
+_log = get_logger(__name__)
+
+
+def mappers_group(processor: str) -> str:
+    return f"{processor}/mappers"
+
+
+def reducers_group(processor: str) -> str:
+    return f"{processor}/reducers"
+
+
+@dataclass(frozen=True, slots=True)
+class MapperAddress:
+    """One registered instance of a mapper."""
+
+    guid: Guid
+    address: str
+
+
+class Membership:
+    """Keeps a worker registered for as long as it lives, across restarts of the store.
+
+    ``lost`` is set while the registration is known or presumed to be gone: the lease expired (this process was paused
+    for too long), or the store has not answered for a whole time to live.
+    """
+
+    def __init__(
+        self, client: StateClient, group: str, member: str, attributes: Mapping[str, str], ttl_ms: int
+    ) -> None:
+        self.lost = threading.Event()
+        self._client = client
+        self._group = group
+        self._member = member
+        # So that of two instances with one index the younger can be told, see ``arrange_mappers``.
+        self._attributes = {"since_ns": str(time.time_ns()), **attributes}
+        self._ttl_ms = ttl_ms
+        self._lease: Lease | None = None
+        self._renewed_s = time.monotonic()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"membership-{group}", daemon=True)
+
+    def __enter__(self) -> Membership:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Registers once at once, so that others see this worker before it goes on; afterwards in the background."""
+        self._step()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leaves the group, if the store can be told so; else the lease runs out by itself."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=self._ttl_ms / 1000)
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            try:
+                lease.leave()
+            except ShuffleError as error:
+                _log.info("lease not given back", group=self._group, error=error)
+
+    def _run(self) -> None:
+        wait_s = self._ttl_ms / 3000
+        while not self._stopping.wait(wait_s):
+            wait_s = self._ttl_ms / 3000 if self._step() else min(self._ttl_ms / 3000, RETRY_S_MAX)
+
+    def _step(self) -> bool:
+        """Renews, or registers again; whether the store has the worker listed now."""
+        try:
+            if self._lease is not None:
+                self._lease.renew()
+            else:
+                self._lease = self._client.leases.register(self._group, self._member, self._attributes, self._ttl_ms)
+        except Expired:
+            _log.warning("lease expired, registering again", group=self._group, member=self._member)
+            self.lost.set()
+            self._lease = None
+            return self._step_again()
+        except ShuffleError as error:
+            # A store that was restarted may have forgotten the lease, so do not count on renewing it.
+            self._lease = None
+            if time.monotonic() - self._renewed_s > self._ttl_ms / 1000:
+                self.lost.set()
+            _log.warning("lease not renewed", group=self._group, member=self._member, error=error)
+            return False
+        self._renewed_s = time.monotonic()
+        self.lost.clear()
+        return True
+
+    def _step_again(self) -> bool:
+        try:
+            self._lease = self._client.leases.register(self._group, self._member, self._attributes, self._ttl_ms)
+        except ShuffleError as error:
+            _log.warning("not registered", group=self._group, member=self._member, error=error)
+            return False
+        self._renewed_s = time.monotonic()
+        self.lost.clear()
+        return True
+
+
+def arrange_mappers(members: Iterable[Member]) -> dict[MapperIndex, list[MapperAddress]]:
+    """The registered mappers by index, the youngest first: of two instances that one is likely to be alive."""
+    found: dict[MapperIndex, list[tuple[int, MapperAddress]]] = {}
+    for member in members:
+        try:
+            index = MapperIndex(int(member.attributes["index"]))
+            address = MapperAddress(Guid(member.name), member.attributes["address"])
+            since_ns = int(member.attributes.get("since_ns", "0"))
+        except (KeyError, ValueError):
+            continue  # Written by another version: not for us, and no reason to fail.
+        found.setdefault(index, []).append((since_ns, address))
+    return {
+        index: [address for _, address in sorted(entries, key=lambda entry: -entry[0])]
+        for index, entries in sorted(found.items())
+    }
+
+
+class MapperDirectory:
+    """The mappers of one processor, kept up to date by a thread that watches their lease group."""
+
+    def __init__(self, client: StateClient, processor: str, wait_ms: int = WATCH_WAIT_MS) -> None:
+        self._client = client
+        self._group = mappers_group(processor)
+        self._wait_ms = wait_ms
+        self._changed = threading.Condition()
+        self._changes = 0
+        self._mappers: dict[MapperIndex, list[MapperAddress]] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"directory-{processor}", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> MapperDirectory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def mappers(self) -> dict[MapperIndex, list[MapperAddress]]:
+        """The mappers known now, by index, the youngest registration first."""
+        with self._changed:
+            return dict(self._mappers)
+
+    @property
+    def changes(self) -> int:
+        """How often the list has changed; pass it to ``wait_for_change`` so that no change is missed in between."""
+        with self._changed:
+            return self._changes
+
+    def wait_for_change(self, timeout_s: float, since: int | None = None) -> bool:
+        """Waits until the list changes (``since``: is another than after that many changes); whether it did."""
+        with self._changed:
+            seen = self._changes if since is None else since
+            return self._changed.wait_for(lambda: self._changes != seen or self._closing.is_set(), timeout_s)
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=2 * self._wait_ms / 1000 + RETRY_S_MAX)
+
+    def _run(self) -> None:
+        revision = -1
+        retry_s = RETRY_S_MIN
+        while not self._closing.is_set():
+            try:
+                revision, members = self._client.leases.watch(self._group, revision, self._wait_ms)
+            except ShuffleError as error:
+                if not self._closing.is_set():
+                    _log.warning("mappers cannot be watched", group=self._group, error=error)
+                revision = -1  # A restarted store counts from its own beginning.
+                self._closing.wait(retry_s)
+                retry_s = min(retry_s * 2, RETRY_S_MAX)
+                continue
+            retry_s = RETRY_S_MIN
+            self._publish(arrange_mappers(members))
+
+    def _publish(self, mappers: dict[MapperIndex, list[MapperAddress]]) -> None:
+        with self._changed:
+            if mappers != self._mappers:
+                self._mappers = mappers
+                self._changes += 1
+                self._changed.notify_all()

@@ -1,0 +1,91 @@
+"""Clients of the state store inside Spark's Python processes, and patience with a store that is away.
+
+Spark's workers are forked, and a client must not cross a fork: what travels is a ``StoreHandle``, and the client is
+made, once in each process, where it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from shuffle.errors import CommitConflict, CommitUnknown, StoreUnavailable
+from statestore import StateClient
+from statestore.folder import served_at
+
+RETRY_S_MIN = 0.05
+RETRY_S_MAX = 1.0
+
+T = TypeVar("T")
+
+_clients: dict[tuple[int, str], StateClient] = {}
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHandle:
+    """Where a store is and how long it is waited for. Plain data, so that Spark can send it to its workers."""
+
+    state: str
+    """``grpc://host:port``, or a folder that a daemon serves."""
+    timeout_s: float
+
+    def patiently(self, ask: Callable[[StateClient], T]) -> T:
+        """``ask`` a client, again and again while the store is away, for up to ``timeout_s``."""
+        deadline_s = time.monotonic() + self.timeout_s
+        wait_s = RETRY_S_MIN
+        while True:
+            try:
+                return ask(self.client())
+            except StoreUnavailable as error:
+                if time.monotonic() + wait_s > deadline_s:
+                    raise StoreUnavailable(
+                        f"{error.message}. It was waited for {self.timeout_s:g} s; start it again, or raise the option "
+                        "'timeout'",
+                        **error.fields,
+                    ) from None
+            time.sleep(wait_s)
+            wait_s = min(wait_s * 2, RETRY_S_MAX)
+
+    def in_transaction(self, attempt: Callable[[StateClient], T]) -> T:
+        """``attempt`` reads, writes and commits in one transaction, and is run again until it has an answer.
+
+        Each run must look afresh whether an earlier one has happened: a lost answer is not repeated blindly.
+        """
+
+        def ask(client: StateClient) -> T:
+            try:
+                return attempt(client)
+            except (CommitConflict, CommitUnknown) as error:
+                raise StoreUnavailable(f"the state store did not take the commit: {error.message}") from error
+
+        return self.patiently(ask)
+
+    def client(self) -> StateClient:
+        """This process's client; raises ``StoreUnavailable`` when nobody answers."""
+        address = self._address()
+        with _lock:
+            found = _clients.get((os.getpid(), address))
+        if found is None:
+            found = StateClient.connect(address)
+            with _lock:
+                # Another thread may have been faster; two clients do no harm, but one is enough.
+                found = _clients.setdefault((os.getpid(), address), found)
+        return found
+
+    def _address(self) -> str:
+        if self.state.startswith("grpc://"):
+            return self.state
+        address = served_at(Path(self.state).absolute())
+        if address is None:
+            raise StoreUnavailable(
+                f"no daemon serves the state store in {self.state}: Spark's processes cannot share a folder without "
+                f"one. Start it with `shuffle statestore --path {self.state} --listen 127.0.0.1:0`",
+                address=self.state,
+            )
+        return address

@@ -1,0 +1,69 @@
+"""``format("shuffle")``: one data source with four uses."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+)
+from pyspark.sql.types import StructType
+
+from shuffle.errors import BadInput
+from spark_connector.options import Options, likely_role
+
+
+class ShuffleDataSource(DataSource):
+    """Reads a processor's shuffled rows, tables and queues; writes to queues and tables."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "shuffle"
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        super().__init__(options)
+        self._given = dict(options)
+
+    def schema(self) -> StructType:
+        # Spark asks for it in batch and in streaming alike; which of them it is shows in the options.
+        if likely_role(self._given) == "read":
+            from spark_connector.batch import batch_schema
+
+            return batch_schema(Options.check("read", self._given))
+        from spark_connector.source import stream_schema
+
+        return stream_schema(Options.check("read stream", self._given))
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        from spark_connector.batch import batch_reader
+
+        return batch_reader(Options.check("read", self._given), schema)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
+        from spark_connector.source import stream_reader
+
+        return stream_reader(Options.check("read stream", self._given), schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        from spark_connector.sink import QueueBatchWriter, TableBatchWriter, queue_target
+
+        options = Options.check("write", self._given)
+        if overwrite:
+            raise BadInput('mode("overwrite") is not supported: queues are appended to and tables upserted; use append')
+        if options.one_of(["table", "queue"]) == "table":
+            for name in ("partitionBy", "partitions", "stagedTtl"):
+                options.only_with(name, "queue")
+            return TableBatchWriter(options, schema)
+        options.only_with("key", "table")
+        return QueueBatchWriter(queue_target(options, schema))
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
+        from spark_connector.sink import QueueStreamWriter, queue_target
+
+        if overwrite:
+            raise BadInput('outputMode("complete") is not supported: a queue is appended to; use append or update')
+        return QueueStreamWriter(queue_target(Options.check("write stream", self._given), schema))

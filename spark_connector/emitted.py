@@ -1,0 +1,132 @@
+"""Rows that reducers hand to Spark: those that they append to one queue, in the transactions of their positions.
+
+Reducer i appends to partition i of the queue. What a task hands over is the part of its partition that the batch has
+appended, read back after the batch is committed. Where that part begins is written down by the first commit of the
+batch that appends anything, in the same transaction: so a task that is run again, by whatever attempt and however far
+the earlier one came, hands over the same rows. Rows of earlier batches are in Spark's log by then, and are trimmed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from shuffle.errors import BadInput, UserCodeError
+from shuffle.limits import MIB
+from spark_connector.clients import StoreHandle
+from statestore import Queue, StateClient, Transaction
+
+READ_BYTES = 8 * MIB
+
+KEY = pa.schema([pa.field("queue", pa.string(), False), pa.field("reducer_index", pa.int32(), False)])
+VALUE = pa.schema([pa.field("batch", pa.string(), False), pa.field("begin", pa.int64(), False)])
+
+
+def table_of(processor: str) -> str:
+    return f"{processor}/emitted"
+
+
+def prepare(client: StateClient, processor: str, queue: str, reducer_count: int) -> None:
+    """Checks the option ``emit`` when the query starts, and creates the table that is needed for it."""
+    found = _queue(client, queue)
+    if found.partitions != reducer_count:
+        raise BadInput(
+            f"the option 'emit': the queue {queue!r} has {found.partitions} partitions and the processor "
+            f"{reducer_count} reducers. It needs one for each, as reducer i appends to partition i: create another "
+            f"queue with partitions={reducer_count}",
+            option="emit",
+        )
+    if table_of(processor) not in {table.name for table in client.tables()}:
+        client.create_table(table_of(processor), key=KEY, value=VALUE, if_not_exists=True)
+
+
+def emitted_schema(client: StateClient, queue: str) -> pa.Schema:
+    return _queue(client, queue).schema
+
+
+def _queue(client: StateClient, name: str) -> Queue:
+    known = sorted(queue.name for queue in client.queues())
+    if name not in known:
+        there = f"there are {', '.join(known)}" if known else "the store has none yet"
+        raise BadInput(
+            f"the option 'emit' names the queue {name!r}, which is not there ({there}): create it, with one partition "
+            "for each reducer, before the query starts",
+            option="emit",
+        )
+    return client.queue(name)
+
+
+@dataclass
+class Emission:
+    """What one task's batch emits."""
+
+    store: StoreHandle
+    processor: str
+    queue: str
+    reducer: int
+    ends: Mapping[int, int]
+    """The end of the batch, by mapper: what tells one batch from another."""
+    _begin: int = field(default=0, init=False)
+
+    @property
+    def _batch(self) -> str:
+        return json.dumps([self.ends[mapper] for mapper in sorted(self.ends)])
+
+    def begin(self) -> None:
+        """Note where the partition ends. To be called after the reducer's row was read: as long as that row is what
+        commits expect, nobody else has appended."""
+        self._begin = self.store.patiently(lambda client: client.queue(self.queue).bounds()[self.reducer][1])
+
+    def add_to(self, tx: Transaction | None) -> None:
+        """Add to a transaction about to be committed what makes its rows the batch's.
+
+        1. A transaction that appends nothing needs nothing.
+        2. If this batch has emitted before, its beginning is known.
+        3. Else write it down, and give up what lies before it.
+        """
+        partitions = set() if tx is None else tx.appends_to(self.queue)
+        if tx is None or not partitions:  # 1
+            return
+        if partitions != {self.reducer}:
+            raise UserCodeError(
+                f"processor {self.processor}, reducer {self.reducer}: reduce has appended to partition "
+                f"{min(partitions - {self.reducer})} of the queue {self.queue!r}, which the query hands to Spark: each "
+                "reducer appends to its own, tx.append(queue, self.spec.index, rows)",
+                processor=self.processor,
+                reducer=self.reducer,
+            )
+        found = tx.lookup(table_of(self.processor), self._key)
+        if found.num_rows and found["batch"][0].as_py() == self._batch:  # 2
+            return
+        row = {"batch": pa.array([self._batch]), "begin": pa.array([self._begin], pa.int64())}
+        tx.write(table_of(self.processor), pa.table({**_columns(self._key), **row}))  # 3
+        tx.trim(self.queue, self.reducer, self._begin)
+
+    def rows(self) -> Iterator[pa.RecordBatch]:
+        """All that the batch has emitted, once it is committed as a whole."""
+        found = self.store.patiently(lambda client: client.lookup(table_of(self.processor), self._key))
+        if not found.num_rows or found["batch"][0].as_py() != self._batch:
+            return
+        position: int = found["begin"][0].as_py()
+        end = self.store.patiently(lambda client: client.queue(self.queue).bounds()[self.reducer][1])
+        while position < end:
+            rows, position = self._read(position, end)
+            yield from rows.to_batches()
+
+    def _read(self, position: int, end: int) -> tuple[pa.Table, int]:
+        return self.store.patiently(
+            lambda client: client.queue(self.queue).read(
+                self.reducer, position, max_rows=end - position, max_bytes=READ_BYTES
+            )
+        )
+
+    @property
+    def _key(self) -> pa.Table:
+        return pa.table({"queue": [self.queue], "reducer_index": [self.reducer]}, schema=KEY)
+
+
+def _columns(table: pa.Table) -> dict[str, pa.ChunkedArray]:
+    return dict(zip(table.column_names, table.columns, strict=True))

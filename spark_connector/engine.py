@@ -1,0 +1,229 @@
+"""Spark as the cluster: every mapper and reducer is one long-lived task of one Spark job.
+
+Spark places the tasks and starts them again, on another executor when one is lost; where they are is told by discovery,
+as always. A task that is killed is a worker that is killed: what it had in memory is read and mapped again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NoReturn
+
+from pyspark import InheritableThread, TaskContext
+from pyspark.sql import SparkSession
+
+from shuffle.check import check_map
+from shuffle.config import ProcessorSpec, check_against_store
+from shuffle.controller import (
+    RunOptions,
+    drain_goal,
+    log_folder,
+    look_whether_drained,
+    not_deterministic,
+    served_store,
+)
+from shuffle.errors import ShuffleError, SpecError, StoreUnavailable
+from shuffle.logs import setup_logging
+from shuffle.supervisor import Supervisor
+from statestore import StateClient
+
+SLOTS_WAIT_S = 60.0
+"""How long the executors may take to come up."""
+
+LOOK_S = 0.5
+TASK_FAILURES_MAX = 100
+"""Deaths of one worker before Spark gives the job up. They are far apart: see ``RESTART_S_MAX``."""
+
+RESTART_S_MIN = 0.2
+RESTART_S_MAX = 10.0
+CANCEL_S_MAX = 10.0
+JOB_GROUP = "shuffle-workers"
+
+
+def run_on_spark(
+    spec: ProcessorSpec,
+    master: str,
+    options: RunOptions = RunOptions(),  # noqa: B008
+    *,
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+) -> int:
+    """Run a processor's workers on ``master`` until it is drained or stopped; the exit code, as of ``shuffle run``.
+
+    1. The store: one that runs, or a daemon in this process's care if the spec names a folder and the master is local.
+    2. Check the spec against it, and that the cluster has a slot for each worker: tasks that live long do not take
+       turns.
+    3. Start the job, and watch it.
+    4. The end: Ctrl-C, SIGTERM, drained, or a worker that dies again and again.
+    """
+    if spec.state_folder is not None and not master.startswith("local"):
+        raise SpecError(
+            f"{spec.at('state')}: executors on other machines cannot open the folder {spec.state}: start "
+            "`shuffle statestore` where they can reach it, and give its address (grpc://host:port)"
+        )
+    supervisor = Supervisor()
+    with ExitStack() as stack:
+        stack.callback(supervisor.kill)
+        logs = stack.enter_context(log_folder(spec))
+        spec = stack.enter_context(served_store(spec, supervisor, logs))  # 1
+        client = stack.enter_context(spec.open_state())
+        asked = _Asked()
+        stack.enter_context(_handled(asked))
+        mapper_count = check_against_store(spec, client, options.accept_new_map)  # 2
+        _check_first_rows(spec, client, mapper_count, options)
+        goal = drain_goal(spec, client, mapper_count) if options.until_drained else None
+        reducer_count = spec.reducer.count if options.reducers else 0
+        if not asked.is_set():
+            spark = _session(spec, master)
+            stack.callback(spark.stop)
+            stack.enter_context(_handled(asked))  # Again: a new session has put its own handler in the place of ours.
+            _wait_for_slots(spark, mapper_count + reducer_count)
+            job = _Job(spark, spec, mapper_count, reducer_count)
+            job.start()  # 3
+            stack.callback(job.cancel)
+            say(f"{spec.processor}: {mapper_count} mappers and {reducer_count} reducers as tasks of {master}")
+            while not asked.wait(LOOK_S):  # 4
+                job.check()
+                with contextlib.suppress(StoreUnavailable):
+                    if goal is not None and look_whether_drained(goal, spec, client):
+                        say(f"{spec.processor}: drained")
+                        return 0
+            say(f"{spec.processor}: stopped; it goes on from here when it is run again")
+        return 128 + signal.SIGINT if asked.number == signal.SIGINT else 0
+
+
+def _check_first_rows(spec: ProcessorSpec, client: StateClient, mapper_count: int, options: RunOptions) -> None:
+    if options.check:
+        difference = check_map(spec, client, mapper_count, partitions_max=1).difference
+        if difference is not None:
+            raise SpecError(not_deterministic(spec, difference))
+
+
+class _Asked(threading.Event):
+    number: int | None = None
+
+    def handle(self, number: int, _frame: Any) -> None:
+        if self.is_set():
+            # Asked twice: whoever it is does not want to wait. The JVM and the store go with this process.
+            os._exit(128 + number)
+        self.number = number
+        self.set()
+
+
+@contextlib.contextmanager
+def _handled(asked: _Asked) -> Iterator[None]:
+    """SIGINT and SIGTERM go to ``asked``, where this thread may have handlers at all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, asked.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Job:
+    """The one Spark job, waited for by a thread of its own."""
+
+    def __init__(self, spark: SparkSession, spec: ProcessorSpec, mapper_count: int, reducer_count: int) -> None:
+        self._context = spark.sparkContext
+        # In a local session the workers' stderr is this terminal; on a cluster it is the log of an executor.
+        master = str(self._context.master)
+        local = master.startswith("local") and not master.startswith("local-cluster")
+        self._work = partial(run_worker, spec, mapper_count, "warning" if local else "info")
+        self._tasks = mapper_count + reducer_count
+        self._error: BaseException | None = None
+        self._ended = False
+        self._thread = InheritableThread(target=self._run, name="spark-job", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._context.setJobGroup(JOB_GROUP, "mappers and reducers", interruptOnCancel=True)
+            self._context.parallelize(range(self._tasks), self._tasks).mapPartitionsWithIndex(self._work).collect()
+        except BaseException as error:
+            self._error = error
+        self._ended = True
+
+    def check(self) -> None:
+        if self._ended:
+            lines = str(self._error or "all tasks ended").strip().splitlines()
+            told = [line.strip() for line in lines if "ShuffleError" in line]
+            raise ShuffleError(f"the job on Spark has ended: {told[-1] if told else lines[0]}")
+
+    def cancel(self) -> None:
+        """End the tasks. That they end is no news, so Spark is told to say nothing of it."""
+        self._context.setLogLevel("OFF")
+        deadline_s = time.monotonic() + CANCEL_S_MAX
+        # Again and again: a job that has just been submitted is not known by its group yet.
+        while self._thread.is_alive() and time.monotonic() < deadline_s:
+            self._context.cancelJobGroup(JOB_GROUP)
+            self._thread.join(LOOK_S)
+
+
+def _session(spec: ProcessorSpec, master: str) -> SparkSession:
+    spark = (
+        SparkSession.builder.master(master)
+        .appName(f"shuffle {spec.processor}")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.task.maxFailures", str(TASK_FAILURES_MAX))
+        # A second instance of a slow worker would only be in its way.
+        .config("spark.speculation", "false")
+        .config("spark.python.worker.reuse", "false")
+        .getOrCreate()
+    )
+    spark.sparkContext.setLogLevel("ERROR")
+    return spark
+
+
+def _wait_for_slots(spark: SparkSession, wanted: int) -> None:
+    deadline_s = time.monotonic() + SLOTS_WAIT_S
+    while (slots := spark.sparkContext.defaultParallelism) < wanted:
+        if time.monotonic() > deadline_s:
+            raise SpecError(
+                f"{wanted} workers need {wanted} task slots, and {spark.sparkContext.master} has {slots}: give it more "
+                "cores, or use fewer reducers or partitions"
+            )
+        time.sleep(LOOK_S)
+
+
+def run_worker(spec: ProcessorSpec, mapper_count: int, log_level: str, index: int, _rows: Iterator[int]) -> NoReturn:
+    """One task: mapper or reducer, until it is killed. Raises when the worker ends by itself."""
+    os.environ.setdefault("SHUFFLE_LOG_LEVEL", log_level)
+    context: Any = TaskContext.get()
+    attempt = context.attemptNumber() if context is not None else 0
+    if attempt:
+        time.sleep(min(RESTART_S_MIN * 2 ** min(attempt, 10), RESTART_S_MAX))
+    if index < mapper_count:
+        from mapper.daemon import run as run_mapper
+
+        name = f"mapper {index}"
+        code = run_mapper(spec, index, listen=f"{own_host(spec.state)}:0")
+    else:
+        from reducer.daemon import run as run_reducer
+
+        name = f"reducer {index - mapper_count}"
+        setup_logging("reducer", spec.processor, index - mapper_count)
+        code = run_reducer(spec, index - mapper_count)
+    raise ShuffleError(f"{name} ended with exit code {code}: its error is in the log of the executor")
+
+
+def own_host(state: str) -> str:
+    """The address of this machine as those see it who can reach the store."""
+    host, _, port = state.removeprefix("grpc://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: connecting a datagram socket only picks the way.
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])

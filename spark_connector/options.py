@@ -1,0 +1,148 @@
+"""The options of ``format("shuffle")``: which there are for what, and what is said about the others.
+
+Spark hands options over in lower case, so they are known here by both spellings.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shuffle.errors import BadInput
+
+Role = Literal["read stream", "write stream", "read", "write"]
+
+TIMEOUT_S_DEFAULT = 60.0
+SNAPSHOT_TTL_S_DEFAULT = 600.0
+
+_COMMON = ("state", "timeout")
+OPTIONS: dict[Role, tuple[str, ...]] = {
+    "read stream": (
+        *_COMMON,
+        "spec",
+        "processor",
+        "startingOffsets",
+        "maxRowsPerTrigger",
+        "maxBytesPerTrigger",
+        "minRowsPerTrigger",
+        "metadataColumns",
+        "work",
+        "emit",
+    ),
+    "write stream": (*_COMMON, "queue", "partitionBy", "partitions", "stagedTtl"),
+    "read": (*_COMMON, "table", "queue", "begin", "end", "splits", "snapshotTtl"),
+    "write": (*_COMMON, "table", "queue", "partitionBy", "partitions", "key", "stagedTtl"),
+}
+"""What each use of the format understands."""
+
+_SPARKS_OWN = frozenset({"path", "checkpointlocation", "queryname", "triggerinterval", "outputmode"})
+"""Put among the options by Spark itself."""
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|h)?")
+_SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
+_SIZE = re.compile(r"(\d+)\s*(B|KiB|MiB|GiB)?")
+_BYTES = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of one use of the format, checked for their names."""
+
+    role: Role
+    values: Mapping[str, str]
+    """By lower-case name."""
+
+    @staticmethod
+    def check(role: Role, given: Mapping[str, str]) -> Options:
+        """Every name that is not known for ``role`` is a mistake; the message says what was probably meant."""
+        known = {name.lower(): name for name in OPTIONS[role]}
+        values = {name.lower(): str(value) for name, value in given.items()}
+        wrong = [name for name in values if name not in known and name not in _SPARKS_OWN]
+        if wrong:
+            raise BadInput("; ".join(_unknown(name, role, known) for name in sorted(wrong)), options=sorted(wrong))
+        return Options(role, {name: value for name, value in values.items() if name in known})
+
+    def text(self, name: str) -> str | None:
+        value = self.values.get(name.lower())
+        return value.strip() if value is not None else None
+
+    def required(self, name: str, meaning: str) -> str:
+        value = self.text(name)
+        if not value:
+            raise BadInput(f'the option {name!r} is missing: .option("{name}", …) is {meaning}', option=name)
+        return value
+
+    def one_of(self, names: Sequence[str]) -> str:
+        """Exactly one of these options is given; which."""
+        given = [name for name in names if self.text(name)]
+        if len(given) != 1:
+            listed = " and ".join(repr(name) for name in (given or names))
+            how = f"{listed} contradict each other" if given else f"one of the options {listed} is needed"
+            raise BadInput(f"{how}: give exactly one of them", options=given)
+        return given[0]
+
+    def only_with(self, name: str, other: str) -> None:
+        if self.text(name) is not None and not self.text(other):
+            raise BadInput(f"the option {name!r} goes with {other!r}, which is not given: leave it out", option=name)
+
+    def choice(self, name: str, choices: Sequence[str], default: str) -> str:
+        value = self.text(name) or default
+        for choice in choices:
+            if value.lower() == choice.lower():
+                return choice
+        near = difflib.get_close_matches(value.lower(), choices, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise BadInput(f"the option {name!r} is one of {', '.join(choices)}, not {value!r}{hint}", option=name)
+
+    def number(self, name: str, least: int = 1) -> int | None:
+        value = self.text(name)
+        if value is None:
+            return None
+        if not value.isdigit() or int(value) < least:
+            raise BadInput(f"the option {name!r} is a whole number of at least {least}, not {value!r}", option=name)
+        return int(value)
+
+    def size_bytes(self, name: str) -> int | None:
+        value = self.text(name)
+        if value is None:
+            return None
+        match = _SIZE.fullmatch(value)
+        if match is None or not int(match[1]):
+            raise BadInput(f"the option {name!r} is a size like 64MiB, not {value!r}", option=name)
+        return int(match[1]) * _BYTES[match[2] or "B"]
+
+    def seconds(self, name: str, default: float) -> float:
+        value = self.text(name)
+        if value is None:
+            return default
+        match = _DURATION.fullmatch(value)
+        if match is None:
+            raise BadInput(f"the option {name!r} is a time like 30s or 5min, not {value!r}", option=name)
+        return float(match[1]) * _SECONDS[match[2] or "s"]
+
+    def names(self, name: str) -> list[str]:
+        """A list of columns, separated by commas."""
+        return [part.strip() for part in (self.text(name) or "").split(",") if part.strip()]
+
+
+def likely_role(given: Collection[str]) -> Role:
+    """Whether options, misspelt ones included, are rather those of reading a stream or of reading a batch."""
+
+    def likeness(role: Role) -> float:
+        known = [name.lower() for name in OPTIONS[role]]
+        return sum(max(difflib.SequenceMatcher(None, name.lower(), k).ratio() for k in known) for name in given)
+
+    return "read stream" if likeness("read stream") > likeness("read") else "read"
+
+
+def _unknown(name: str, role: Role, known: Mapping[str, str]) -> str:
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.6)
+    if near:
+        return f"there is no option {name!r} to {role}; did you mean {known[near[0]]!r}?"
+    elsewhere = [other for other, names in OPTIONS.items() if name in {n.lower() for n in names}]
+    if elsewhere:
+        return f"the option {name!r} is not for this: it is known to {' and '.join(elsewhere)}"
+    return f"there is no option {name!r} to {role}; there are {', '.join(sorted(known.values()))}"

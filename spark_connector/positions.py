@@ -1,0 +1,190 @@
+"""The positions of a Spark query over a processor's rows: where it began, and what it has committed.
+
+A query reads the rows of all reducers, and commits in their place: after each batch every reducer's row in the store is
+the end of that batch. Two things are written down:
+
+- the *baseline*, in the table ``<processor>/meta``: what the reducers had committed when the query began. They may have
+  stood at different rows then, while an offset is one number for all of them. It also makes the first offset
+  repeatable: Spark asks for it again when the first batch has to be run again.
+- the reducers' rows, in ``<processor>/reducers``: what mappers may forget.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from mapper.spill_store import done_row_indexes
+from mapper.state import lookup_state
+from reducer.state import ReducerState
+from shuffle.discovery import reducers_group
+from shuffle.errors import BadInput, RowsGone
+from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
+from spark_connector.offsets import Indexes
+from spark_connector.processor import Processor, Shape
+from statestore import StateClient, Transaction
+
+BASELINE = "spark_source"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Where a query began."""
+
+    starting: str
+    """The option ``startingOffsets``."""
+    start: Indexes
+    """For each mapper: everything up to here is none of the query's business."""
+    committed: list[Indexes]
+    """For each reducer and mapper: rows up to here were done before the query began."""
+
+    def begin(self, reducer: int, mapper: int, start: int) -> int:
+        """After which row a reducer's part of a batch that starts at ``start`` begins."""
+        return max(start, self.committed[reducer][mapper])
+
+
+class Positions:
+    """Reads and writes them. Used in the driver only."""
+
+    def __init__(self, processor: Processor, shape: Shape) -> None:
+        self._processor = processor
+        self._shape = shape
+        self._table = f"{processor.name}/reducers"
+        self._meta = f"{processor.name}/meta"
+
+    def refuse_reducers(self) -> None:
+        """Reducers that run would take the rows that this query is to read."""
+        store, name = self._processor.store, self._processor.name
+        alive = store.patiently(lambda client: client.leases.members(reducers_group(name)))
+        if alive:
+            raise BadInput(
+                f"processor {name} has {len(alive)} running reducers, which commit the rows that this query would read."
+                " Stop them and run only its mappers, or give the query a processor of its own",
+                processor=name,
+            )
+
+    def start(self) -> Indexes:
+        """For each mapper: up to here all reducers have committed."""
+        done = self._processor.store.patiently(self._done)
+        return [min(column) for column in zip(*done, strict=True)]
+
+    def begin(self, starting: str, latest: Indexes | None) -> Baseline:
+        """The baseline: the one written down, if the query has committed nothing since, else a new one.
+
+        ``latest`` are the last rows produced: to begin there is to commit all that is before, unread.
+        """
+
+        def attempt(client: StateClient) -> Baseline:
+            with client.transaction() as tx:
+                committed = self._done(tx)
+                found = self._stored(tx)
+                if found is not None and found.starting == starting and found.committed == committed:
+                    return found
+                start = [min(column) for column in zip(*committed, strict=True)]
+                if latest is not None:
+                    start = [max(a, b) for a, b in zip(start, latest, strict=True)]
+                    committed = [[max(a, b) for a, b in zip(row, start, strict=True)] for row in committed]
+                    self._write(tx, committed)
+                baseline = Baseline(starting, start, committed)
+                tx.write(self._meta, _meta_row(json.dumps(asdict(baseline))))
+                tx.commit()
+                return baseline
+
+        return self._processor.store.in_transaction(attempt)
+
+    def baseline(self) -> Baseline:
+        """The one written down."""
+        found = self._processor.store.patiently(self._stored)
+        if found is None:
+            raise RowsGone(
+                f"processor {self._processor.name} knows of no Spark query that began: its state was made anew since "
+                "this checkpoint was written. Start the query with a new checkpoint"
+            )
+        return found
+
+    def commit(self, end: Indexes, baseline: Baseline) -> list[Indexes]:
+        """Everything up to ``end`` is done with, for all reducers; returns what each has committed now.
+
+        Idempotent. A committed index never falls: a row that is further than this query can have brought it was moved
+        by somebody else, or this checkpoint is an old one.
+        """
+        for mapper, (wanted, began) in enumerate(zip(end, baseline.start, strict=True)):
+            if wanted < began:
+                raise self._too_old(mapper, wanted, began)
+
+        def attempt(client: StateClient) -> list[Indexes]:
+            with client.transaction() as tx:
+                committed = self._processor.committed(tx, self._shape)
+                wanted = [
+                    [baseline.begin(reducer, mapper, last) for mapper, last in enumerate(end)]
+                    for reducer in range(self._shape.reducer_count)
+                ]
+                for row, new in zip(committed, wanted, strict=True):
+                    for mapper, (had, has) in enumerate(zip(row, new, strict=True)):
+                        if had > has:
+                            raise self._too_old(mapper, has, had)
+                if wanted != committed:
+                    self._write(tx, wanted)
+                    tx.commit()
+                return wanted
+
+        return self._processor.store.in_transaction(attempt)
+
+    def input_origins(self) -> list[int | None]:
+        """For each mapper of a queue: the position in the queue of row 0 of its input numbering."""
+
+        def ask(client: StateClient) -> list[int | None]:
+            found: list[int | None] = []
+            for mapper in range(self._shape.mapper_count):
+                state = lookup_state(client, self._processor.name, MapperIndex(mapper))
+                token = b"" if state is None else state.continuation_token
+                if state is None or len(token) != 8:
+                    found.append(None)
+                else:
+                    found.append(int.from_bytes(token, "big", signed=True) - state.input_unread_row_index)
+            return found
+
+        return self._processor.store.patiently(ask)
+
+    def _done(self, source: Any) -> list[Indexes]:
+        """What reducers have committed, or need not: below a mapper's persisted state there is nothing left of anyone,
+        even where a reducer's own last row is far below; unless it is in the spill."""
+        committed = self._processor.committed(source, self._shape)
+        reducers = [ReducerIndex(reducer) for reducer in range(self._shape.reducer_count)]
+        for mapper in range(self._shape.mapper_count):
+            done = done_row_indexes(
+                source,
+                self._processor.name,
+                MapperIndex(mapper),
+                {r: ShuffleIndex(committed[r][mapper]) for r in reducers},
+            )
+            for reducer in reducers:
+                committed[reducer][mapper] = int(done[reducer])
+        return committed
+
+    def _stored(self, source: StateClient | Transaction) -> Baseline | None:
+        found = source.lookup(self._meta, pa.table({"name": [BASELINE]}))
+        return Baseline(**json.loads(found["value"][0].as_py())) if found.num_rows else None
+
+    def _write(self, tx: Transaction, committed: Sequence[Indexes]) -> None:
+        for reducer, indexes in enumerate(committed):
+            state = ReducerState(tuple(ShuffleIndex(index) for index in indexes))
+            tx.write(self._table, state.to_row(ReducerIndex(reducer)))
+
+    def _too_old(self, mapper: int, asked: int, found: int) -> RowsGone:
+        return RowsGone(
+            f"processor {self._processor.name}: this query's checkpoint stands at row {asked} of mapper {mapper}, but "
+            f"rows up to {found} were committed and are gone: the checkpoint is older than that, or another query or "
+            "reducer has read the same processor. Start the query with a new checkpoint; it goes on after what was "
+            "committed",
+            processor=self._processor.name,
+            mapper=mapper,
+        )
+
+
+def _meta_row(value: str) -> pa.Table:
+    return pa.table({"name": [BASELINE], "value": [value]})

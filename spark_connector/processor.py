@@ -1,0 +1,278 @@
+"""A running streaming processor as Spark's side sees it: its shape, its mappers, and its reducers' rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from reducer.fetch import get_rows
+from reducer.state import ReducerState
+from shuffle import flight
+from shuffle.discovery import MapperAddress, arrange_mappers, mappers_group
+from shuffle.errors import BadInput, RowsGone, ShuffleError, StaleMapper, StoreUnavailable, UnknownTable
+from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
+from shuffle.limits import MIB
+from shuffle.messages import GetRows
+from spark_connector.clients import RETRY_S_MAX, RETRY_S_MIN, StoreHandle
+from statestore import StateClient
+
+ASK_TIMEOUT_S = 5.0
+FETCH_ROWS = 262_144
+FETCH_BYTES = 16 * MIB
+FETCH_WAIT_MS = 500
+"""How long a mapper holds a request for rows that it has yet to map again."""
+
+_flights: dict[tuple[int, str], Any] = {}
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What cannot change while a processor has state."""
+
+    mapper_count: int
+    reducer_count: int
+    input: str
+    """``queue NAME`` or ``folder PATH``."""
+
+
+@dataclass(frozen=True)
+class Produced:
+    """What one instance of a mapper says of itself."""
+
+    mapper: MapperAddress
+    last_row_index: int
+    """The last shuffle index it has produced."""
+    next_input_index: int
+    row_bytes: float
+    """Bytes of a row in its window, on average."""
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A processor by name. Plain data, so that Spark can send it to its workers."""
+
+    store: StoreHandle
+    name: str
+
+    # --- the store's side ---
+
+    def shape(self) -> Shape:
+        """Waits for a processor that has not been started yet."""
+
+        def ask(client: StateClient) -> Shape:
+            try:
+                rows = client.scan(f"{self.name}/meta").read_all().to_pylist()
+                found = {row["name"]: row["value"] for row in rows}
+                return Shape(int(found["mapper_count"]), int(found["reducer_count"]), found["input"])
+            except (UnknownTable, KeyError):
+                known = sorted(table.name[:-5] for table in client.tables() if table.name.endswith("/meta"))
+                there = f"there are {', '.join(known)}" if known else "there is none at all"
+                raise StoreUnavailable(
+                    f"there is no processor {self.name!r} in the state store at {client.address} ({there}): start its "
+                    "mappers"
+                ) from None
+
+        return self.store.patiently(ask)
+
+    def committed(self, source: Any, shape: Shape) -> list[list[int]]:
+        """For each reducer and mapper the last committed shuffle index, as ``source`` (a client, a transaction)
+        sees it."""
+        keys = pa.table({"reducer_index": pa.array(range(shape.reducer_count), pa.int32())})
+        rows = source.lookup(f"{self.name}/reducers", keys)
+        found = {row["reducer_index"]: row["committed_row_indices"] for row in rows.to_pylist()}
+        nothing = ReducerState.initial(shape.mapper_count)
+        states = [
+            ReducerState.decode(found[index], shape.mapper_count) if index in found else nothing
+            for index in range(shape.reducer_count)
+        ]
+        return [list(map(int, state.committed_row_indices)) for state in states]
+
+    def mappers(self) -> dict[MapperIndex, list[MapperAddress]]:
+        return self.store.patiently(lambda client: arrange_mappers(client.leases.members(mappers_group(self.name))))
+
+    # --- the mappers' side ---
+
+    def produced(self) -> dict[int, Produced]:
+        """What the mappers say that answer; of two instances of one, the first that does."""
+        found = {}
+        for index, instances in self.mappers().items():
+            for mapper in instances:
+                answer = _status(mapper)
+                if answer is not None:
+                    found[int(index)] = answer
+                    break
+        return found
+
+    def tell_committed(self, committed: Mapping[int, Mapping[int, int]]) -> None:
+        """Tell mappers what reducers have committed (by mapper, by reducer), so that they can forget it.
+
+        Best effort: mappers hear it again with the next request for rows.
+        """
+        for index, instances in self.mappers().items():
+            for mapper in instances:
+                for reducer, last in committed.get(int(index), {}).items():
+                    if last < 0:
+                        continue
+                    try:
+                        _get_rows(mapper, int(index), _request(mapper, reducer, last, last, last, wait_ms=0))
+                    except ShuffleError:
+                        break
+
+    def rows(
+        self,
+        reducer: int,
+        mapper_index: int,
+        begin: int,
+        end: int,
+        committed: Callable[[], int],
+        hint: Produced | None = None,
+        with_metadata: bool = False,
+    ) -> Iterator[tuple[pa.RecordBatch, int]]:
+        """The reducer's rows with shuffle indexes after ``begin`` up to ``end``, in order, each batch with its last
+        index. The same every time, until they are committed; a mapper that is away, or that has to map them again, is
+        waited for. ``committed`` is asked for what may be told to the mapper as committed.
+
+        1. Ask an instance for rows after the cursor.
+        2. No rows is the end only if that instance had produced all of the range before it was asked: shuffle indexes
+           of one reducer have gaps, and a restarted mapper begins further back.
+        3. After a failure ask discovery again.
+        """
+        cursor = begin
+        known = hint if hint is not None and hint.last_row_index >= end else None
+        deadline_s = time.monotonic() + self.store.timeout_s
+        wait_s = RETRY_S_MIN
+        while cursor < end:
+            try:
+                known = known or self._instance(mapper_index)
+                complete = known.last_row_index >= end
+                wait_ms = 0 if complete else FETCH_WAIT_MS
+                request = _request(known.mapper, reducer, committed(), cursor, end, wait_ms, with_metadata)
+                answer = _get_rows(known.mapper, mapper_index, request)  # 1
+            except RowsGone as error:
+                raise RowsGone(
+                    f"processor {self.name}: the rows after {begin} up to {end} of mapper {mapper_index} for reducer "
+                    f"{reducer} cannot be read any more: {error.message}",
+                    **error.fields,
+                ) from None
+            except (StaleMapper, StoreUnavailable) as error:  # 3
+                known = None
+                if time.monotonic() > deadline_s:
+                    raise self._gone(mapper_index, error) from None
+                time.sleep(wait_s)
+                wait_s = min(2 * wait_s, RETRY_S_MAX)
+                continue
+            if answer:
+                for batch, last in answer:
+                    yield batch, int(last)
+                    cursor = int(last)
+                deadline_s = time.monotonic() + self.store.timeout_s
+            elif complete:  # 2
+                return
+            else:
+                known = None
+                if time.monotonic() > deadline_s:
+                    raise self._gone(mapper_index, StoreUnavailable("it does not get on"))
+
+    def _instance(self, mapper_index: int) -> Produced:
+        for mapper in self.mappers().get(MapperIndex(mapper_index), []):
+            answer = _status(mapper)
+            if answer is not None:
+                return answer
+        raise StoreUnavailable("no instance of it answers")
+
+    def _gone(self, mapper_index: int, error: ShuffleError) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"processor {self.name}: mapper {mapper_index} has been away for {self.store.timeout_s:g} s "
+            f"({error.message}): start it again, or raise the option 'timeout'",
+            processor=self.name,
+            mapper=mapper_index,
+        )
+
+    def row_schema(self, shape: Shape) -> pa.Schema:
+        """Of the rows that the mappers produce; known once one of them has mapped its first batch."""
+        deadline_s = time.monotonic() + self.store.timeout_s
+        while True:
+            committed = self.store.patiently(lambda client: self.committed(client, shape))
+            for index, instances in self.mappers().items():
+                for mapper in instances:
+                    found = _schema(mapper, committed[0][index])
+                    if found is not None:
+                        return found
+            if time.monotonic() > deadline_s:
+                raise BadInput(
+                    f"processor {self.name}: no mapper has mapped a row in {self.store.timeout_s:g} s, so the schema "
+                    "is not known. Start the mappers, give them input, or give the schema with .schema(…)"
+                )
+            time.sleep(RETRY_S_MIN)
+
+
+def _flight(address: str) -> Any:
+    key = os.getpid(), address
+    with _lock:
+        if key not in _flights:
+            _flights[key] = flight.connect(address)
+        return _flights[key]
+
+
+def _status(mapper: MapperAddress) -> Produced | None:
+    try:
+        body = flight.do_action(_flight(mapper.address), "status", who=mapper.address, timeout_s=ASK_TIMEOUT_S)
+        answer = json.loads(body)
+        if answer["guid"] != mapper.guid:
+            return None
+        return Produced(
+            mapper,
+            int(answer["next_shuffle_index"]) - 1,
+            int(answer["next_input_index"]),
+            int(answer["window_bytes"]) / max(1, int(answer["window_rows"])),
+        )
+    except (ShuffleError, ValueError, KeyError):
+        return None
+
+
+def _request(
+    mapper: MapperAddress,
+    reducer: int,
+    committed: int,
+    begin: int,
+    end: int,
+    wait_ms: int,
+    with_metadata: bool = False,
+) -> GetRows:
+    return GetRows(
+        mapper_id=Guid(mapper.guid),
+        reducer_index=ReducerIndex(reducer),
+        committed_row_index=ShuffleIndex(committed),
+        from_row_index=ShuffleIndex(begin),
+        to_row_index=ShuffleIndex(end),
+        max_rows=FETCH_ROWS,
+        max_bytes=FETCH_BYTES,
+        wait_ms=wait_ms,
+        with_metadata=with_metadata,
+    )
+
+
+def _get_rows(mapper: MapperAddress, index: int, request: GetRows) -> list[tuple[pa.RecordBatch, ShuffleIndex]]:
+    who = f"mapper {index} at {mapper.address}"
+    return get_rows(_flight(mapper.address), request, who=who, timeout_s=request.wait_ms / 1000 + 2 * ASK_TIMEOUT_S)
+
+
+def _schema(mapper: MapperAddress, committed: int) -> pa.Schema | None:
+    request = _request(mapper, 0, committed, committed, committed, 0)
+    try:
+        with flight.typed_errors(mapper.address):
+            ticket = flight.Ticket(request.encode())
+            reader = _flight(mapper.address).do_get(ticket, flight.call_options(ASK_TIMEOUT_S))
+            schema = reader.schema
+            reader.cancel()
+        return schema if len(schema) else None
+    except ShuffleError:
+        return None

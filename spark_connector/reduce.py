@@ -1,0 +1,400 @@
+"""Keyed work without a second shuffle: a streaming query whose tasks are the reducers.
+
+A task fetches its reducer's rows inside Spark's Python worker, runs the project's ``Reducer`` on them, and commits its
+state together with the positions, as a reducer process does. The store's row of the reducer says what has been counted,
+not Spark's checkpoint: a task that is run again, or twice at once, finds it and changes nothing. What goes to the JVM
+is one row a task, or the rows that the reducer emits (``emitted``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import InputPartition
+from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.streaming.readwriter import DataStreamWriter
+from pyspark.sql.types import StructType
+
+from mapper.spill_store import done_row_indexes
+from reducer.commit import Committer
+from reducer.core import ReducerCore, Settled, Work
+from reducer.daemon import CONFLICTS_MAX, LASTING, limits_of
+from reducer.reduce import ReduceStage
+from shuffle.api import WorkerSpec
+from shuffle.config import ProcessorSpec, check_against_store, load_class
+from shuffle.errors import (
+    BadInput,
+    CommitConflict,
+    CommitUnknown,
+    Expired,
+    RowsGone,
+    ShuffleError,
+    SplitBrain,
+    StoreError,
+    UserCodeError,
+)
+from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex, new_guid
+from shuffle.library import check_config
+from shuffle.poison import is_transient, place_of, reason_of
+from spark_connector.emitted import Emission, emitted_schema, prepare
+from spark_connector.options import Options
+from spark_connector.processor import Processor, Produced
+from spark_connector.source import DriverSide, ReducerPart, StreamReaderBase, source_processor
+from spark_connector.types import arrow_schema, as_schema, spark_schema
+from statestore import StateClient
+
+SUMMARY_SCHEMA = pa.schema(
+    [
+        pa.field("reducer", pa.int32(), False),
+        pa.field("rows", pa.int64(), False),
+        pa.field("bytes", pa.int64(), False),
+        pa.field("commits", pa.int64(), False),
+    ]
+)
+"""What a task hands to Spark: what it has committed itself. A task that is run again finds little or nothing to do."""
+
+GATHER_S = 0.1
+"""How long rows may wait for more of them before they are reduced: larger batches mean fewer commits."""
+
+RETRY_S = 0.2
+RESTARTS_MAX = 100
+"""How often a task may find that another one has moved its reducer's row. Each time that one has got on, so it ends."""
+
+
+def reduce_frame(spark: SparkSession, spec: str, **options: Any) -> DataFrame:
+    """The reducers of ``spec`` as a streaming DataFrame; the work is done when a query over it runs.
+
+    Its rows are one summary a task; or, with the option ``emit``, those that the reducers append to that queue.
+    """
+    given = {name: str(value) for name, value in options.items()}
+    return spark.readStream.format("shuffle").options(spec=str(spec), work="reduce", **given).load()
+
+
+def reduce_stream(
+    spark: SparkSession,
+    spec: str,
+    checkpoint: str,
+    *,
+    name: str | None = None,
+    trigger: Mapping[str, Any] | None = None,
+    then: Callable[[DataFrame], DataStreamWriter] | None = None,
+    **options: Any,
+) -> StreamingQuery:
+    """Start a query that runs the reducers of ``spec`` as its tasks; ``trigger`` as for ``DataStreamWriter.trigger``.
+
+    The mappers must be running; reducers must not. ``options`` are those of the streaming source, and ``emit``, a queue
+    whose rows, as the reducers append them, are the query's; ``then`` says where its rows go (nowhere).
+    """
+    rows = reduce_frame(spark, spec, **options)
+    writer = rows.writeStream.format("noop") if then is None else then(rows)
+    writer = writer.option("checkpointLocation", checkpoint)
+    if name is not None:
+        writer = writer.queryName(name)
+    if trigger is not None:
+        writer = writer.trigger(**trigger)
+    return writer.start()
+
+
+def handed_over_schema(options: Options) -> StructType:
+    queue = options.text("emit")
+    if not queue:
+        return spark_schema(SUMMARY_SCHEMA, "the summary")
+    processor, _ = source_processor(options)
+    return spark_schema(processor.store.patiently(lambda client: emitted_schema(client, queue)), f"the queue {queue!r}")
+
+
+class ReduceStreamReader(StreamReaderBase):
+    """Offsets as in reading; the rows stay in the tasks."""
+
+    commits = False
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        options.required("spec", "the processor's spec: its reducer class is what the tasks run")
+        if options.text("metadataColumns"):
+            raise BadInput("the option 'metadataColumns' is for reading rows; reducers hand over their own: leave it")
+        super().__init__(options)
+        self._emit = options.text("emit")
+        self._schema = arrow_schema(schema)
+
+    @property
+    def driver(self) -> DriverSide:
+        if self._driver is None:
+            spec = self._loaded()
+            self.processor.store.patiently(lambda client: self._check(spec, client))
+        return super().driver
+
+    def _check(self, spec: ProcessorSpec, client: StateClient) -> None:
+        check_against_store(spec, client)
+        if self._emit:
+            prepare(client, spec.processor, self._emit, spec.reducer.count)
+
+    def _loaded(self) -> ProcessorSpec:
+        assert self.spec is not None
+        return self.spec
+
+    def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[InputPartition]:
+        driver = self.driver
+        ends = self._indexes(end)
+        return [
+            ReducerPart(reducer, [(mapper, -1, last, driver.hint(mapper)) for mapper, last in enumerate(ends)])
+            for reducer in range(driver.shape.reducer_count)
+        ]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        assert isinstance(partition, ReducerPart)
+        emission = None
+        if self._emit:
+            ends = {mapper: end for mapper, _, end, _ in partition.ranges}
+            emission = Emission(self.processor.store, self.processor.name, self._emit, partition.reducer, ends)
+        done = ReduceTask(self._loaded(), self.processor, partition, emission).run()
+        if emission is not None:
+            for batch in emission.rows():
+                yield as_schema(batch, self._schema)
+            return
+        yield pa.RecordBatch.from_pylist(
+            [{"reducer": partition.reducer, "rows": done.rows, "bytes": done.bytes, "commits": done.commits}],
+            schema=SUMMARY_SCHEMA,
+        )
+
+
+@dataclass
+class Done:
+    """What one task has committed."""
+
+    rows: int = 0
+    bytes: int = 0
+    commits: int = 0
+
+
+class _Restart(Exception):
+    """The reducer's row was moved by another task: begin again from it."""
+
+
+@dataclass
+class _Feed:
+    """Between the threads that fetch, one for each mapper, and the one that reduces and commits."""
+
+    core: ReducerCore
+    fetching: set[int]
+    error: BaseException | None = None
+    stopped: bool = False
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def put(self, mapper: int, batch: pa.RecordBatch, last: int) -> bool:
+        """Queue rows as soon as there is room; False when nobody wants them any more."""
+        with self.changed:
+            while not self.stopped:
+                plan = self.core.fetch_plan(MapperIndex(mapper))
+                if plan is not None:
+                    self.core.fetched(plan, [(batch, ShuffleIndex(last))])
+                    self.changed.notify_all()
+                    return True
+                self.changed.wait()
+            return False
+
+    def end(self, mapper: int, error: BaseException | None) -> None:
+        with self.changed:
+            self.fetching.discard(mapper)
+            self.error = self.error or error
+            self.changed.notify_all()
+
+    def stop(self) -> None:
+        with self.changed:
+            self.stopped = True
+            self.changed.notify_all()
+
+    def next_work(self) -> Work | None:
+        """The next rows to reduce; None when all have been."""
+        gather_until_s: float | None = None
+        with self.changed:
+            while True:
+                if self.error is not None:
+                    raise self.error
+                core, limits = self.core, self.core.limits
+                full = core.queued_bytes * 2 >= limits.batch_bytes_max or core.queued_rows * 2 >= limits.batch_rows_max
+                now_s = time.monotonic()
+                if core.queued_rows and gather_until_s is None:
+                    gather_until_s = now_s + GATHER_S
+                waited = gather_until_s is not None and now_s >= gather_until_s
+                if full or waited or not self.fetching or core.in_flight:
+                    work = core.take()
+                    if work is not None or not self.fetching:
+                        return work
+                self.changed.wait(GATHER_S)
+
+    def committed_index(self, mapper: int) -> int:
+        with self.changed:
+            return int(self.core.committed_state[MapperIndex(mapper)])
+
+
+class ReduceTask:
+    """One reducer's part of one batch."""
+
+    def __init__(
+        self, spec: ProcessorSpec, processor: Processor, part: ReducerPart, emission: Emission | None = None
+    ) -> None:
+        self._spec = spec
+        self._emission = emission
+        self._processor = processor
+        self._index = ReducerIndex(part.reducer)
+        self._ends = {mapper: end for mapper, _, end, _ in part.ranges}
+        self._hints: dict[int, Produced | None] = {mapper: hint for mapper, _, _, hint in part.ranges}
+        self._client = processor.store.client()
+        self._committer = Committer(self._client, spec.reducers_table, self._index, len(self._ends))
+        self._done = Done()
+        self._conflicts = 0
+
+    def run(self) -> Done:
+        """Everything up to the end of the batch is committed when this returns, by this task or by another.
+
+        1. Read the reducer's row: what is before it has been counted.
+        2. Fetch the rest of the batch from all mappers, reduce and commit in their order.
+        3. If the row turns out to have been moved by somebody else, begin again.
+        4. Tell the mappers, so that they can go on reading even if there is no next batch yet.
+        """
+        for _ in range(RESTARTS_MAX):
+            core = ReducerCore(len(self._ends), limits_of(self._spec))
+            core.restart(self._processor.store.patiently(lambda _: self._committer.read_state()))  # 1
+            if self._emission is not None:
+                self._emission.begin()
+            try:
+                self._work_off(core)  # 2
+            except _Restart:
+                continue  # 3
+            committed = core.committed_state
+            told = {mapper: {int(self._index): int(committed[MapperIndex(mapper)])} for mapper in self._ends}
+            self._processor.tell_committed(told)  # 4
+            return self._done
+        raise SplitBrain(f"reducer {self._index}: its row was moved by others {RESTARTS_MAX} times: what else runs?")
+
+    def _work_off(self, core: ReducerCore) -> None:
+        feed = _Feed(core, set(self._ends))
+        threads = [
+            threading.Thread(target=self._fetch, args=(feed, mapper), name=f"fetch-{mapper}", daemon=True)
+            for mapper in self._ends
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            stage = self._stage()
+            while (work := feed.next_work()) is not None:
+                self._reduce(feed, stage, work)
+        finally:
+            feed.stop()
+
+    # --- fetch ---
+
+    def _fetch(self, feed: _Feed, mapper: int) -> None:
+        error: BaseException | None = None
+        try:
+            begin, end = self._begin(feed, mapper), self._ends[mapper]
+            rows = self._processor.rows(
+                self._index, mapper, begin, end, lambda: feed.committed_index(mapper), self._hints[mapper]
+            )
+            for batch, last in rows:
+                if not feed.put(mapper, batch, last):
+                    return
+        except RowsGone as gone:
+            # Another task has committed them; the reducer's row says so by now. If not, they are really gone.
+            error = _Restart() if self._moved(feed, mapper) else gone
+        except BaseException as found:
+            error = found
+        finally:
+            feed.end(mapper, error)
+
+    def _begin(self, feed: _Feed, mapper: int) -> int:
+        """After which row to ask: what is below the mapper's persisted state and not in the spill has been committed
+        by all, and the mapper does not know any more which reducer it was for."""
+        return self._done_index(mapper, feed.committed_index(mapper))
+
+    def _done_index(self, mapper: int, committed: int) -> int:
+        reducer = ReducerIndex(self._index)
+
+        def ask(client: StateClient) -> int:
+            with client.snapshot() as snapshot:
+                told = {reducer: ShuffleIndex(committed)}
+                return int(done_row_indexes(snapshot, self._processor.name, MapperIndex(mapper), told)[reducer])
+
+        return self._processor.store.patiently(ask)
+
+    def _moved(self, feed: _Feed, mapper: int) -> bool:
+        persisted = self._processor.store.patiently(lambda _: self._committer.read_state())
+        if persisted != feed.core.committed_state:
+            return True
+        return self._done_index(mapper, feed.committed_index(mapper)) >= self._ends[mapper]
+
+    # --- reduce and commit ---
+
+    def _stage(self) -> ReduceStage:
+        spec = self._spec
+        cls = load_class(spec, "reducer")
+        worker = WorkerSpec(
+            spec.processor, self._index, new_guid(), len(self._ends), spec.reducer.count, spec.max_parallelism
+        )
+        try:
+            reducer = cls(check_config(cls, spec.reducer.config), worker, self._client)
+        except Exception as error:
+            if is_transient(error):
+                raise
+            raise UserCodeError(
+                f"processor {spec.processor}, reducer {self._index}: {spec.reducer.class_name} could not be created: "
+                f"{reason_of(error)}{place_of(error)}",
+                processor=spec.processor,
+                reducer=self._index,
+            ) from error
+        return ReduceStage(
+            reducer,
+            self._client,
+            processor=spec.processor,
+            index=self._index,
+            on_error=spec.reducer.on_error,
+            dead_letter_queue=spec.reducer.dead_letter_queue,
+            locate=lambda part, place: None,
+        )
+
+    def _reduce(self, feed: _Feed, stage: ReduceStage, work: Work) -> None:
+        try:
+            reduced = self._processor.store.patiently(lambda _: stage.reduce(work))
+            if self._emission is not None:
+                self._emission.add_to(reduced.transaction)
+            self._committer.commit(reduced)
+        except LASTING:
+            raise
+        except (CommitConflict, CommitUnknown, SplitBrain, StoreError, Expired) as error:
+            self._settle(feed, work, error)
+            return
+        with feed.changed:
+            feed.core.committed(work)
+            feed.changed.notify_all()
+        self._count(work)
+
+    def _settle(self, feed: _Feed, work: Work, error: ShuffleError) -> None:
+        """The persisted row decides what became of a commit without an answer; see ``ReducerCore.settle``."""
+        self._conflicts += 1
+        if self._conflicts > CONFLICTS_MAX:
+            raise error
+        if not isinstance(error, SplitBrain):
+            time.sleep(RETRY_S)
+        persisted = self._processor.store.patiently(lambda _: self._committer.read_state())
+        with feed.changed:
+            settled = feed.core.settle(work, persisted)
+            feed.changed.notify_all()
+        if settled is Settled.SPLIT_BRAIN:
+            raise _Restart
+        if settled is Settled.COMMITTED:
+            self._conflicts = 0
+            # After a conflict the commit was another task's: it was the first with the very same rows.
+            if not isinstance(error, CommitConflict | SplitBrain):
+                self._count(work)
+
+    def _count(self, work: Work) -> None:
+        self._conflicts = 0
+        self._done.rows += work.row_count
+        self._done.bytes += work.size_bytes
+        self._done.commits += 1

@@ -1,0 +1,245 @@
+"""Writing from Spark: the streaming sink and the batch writers.
+
+write (in the tasks): stage          commit (in the driver): publish, in one transaction
+"""
+
+from __future__ import annotations
+
+import difflib
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.types import StructType
+
+from shuffle.errors import BadInput, SchemaMismatch, TooLarge
+from shuffle.limits import KEY_GROUPS_DEFAULT, TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
+from shuffle.xxhash64 import hashable
+from spark_connector.clients import StoreHandle
+from spark_connector.options import TIMEOUT_S_DEFAULT, Options
+from spark_connector.staging import (
+    SINKS_TABLE,
+    QueueTarget,
+    StagedMessage,
+    StagedRows,
+    create_sinks_table,
+    forget,
+    publish,
+)
+from spark_connector.types import arrow_schema, as_schema, check_fits
+from statestore import StateClient
+from statestore.staged import STAGED_TTL_MS_DEFAULT
+
+QUERY_ID = "sql.streaming.queryId"
+BATCH_ID = "streaming.sql.batchId"
+
+
+def store_handle(options: Options) -> StoreHandle:
+    state = options.required("state", "where the state store is: grpc://host:port, or a folder that a daemon serves")
+    return StoreHandle(state, options.seconds("timeout", TIMEOUT_S_DEFAULT))
+
+
+# --- queues ----------------------------------------------------------------------------------------------------------
+
+
+def queue_target(options: Options, schema: StructType) -> QueueTarget:
+    """The queue to write to: checked against the rows, and created from their schema if that is wanted."""
+    store = store_handle(options)
+    name = options.required("queue", "the queue to append to")
+    rows = arrow_schema(schema)
+    by = tuple(options.names("partitionBy"))
+    for column in by:
+        if column not in rows.names:
+            near = difflib.get_close_matches(column, rows.names, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; they have {', '.join(rows.names)}"
+            raise SchemaMismatch(f"the option 'partitionBy': the rows have no column {column!r}{hint}", column=column)
+        if not hashable(rows.field(column).type):
+            kind = rows.field(column).type
+            raise BadInput(
+                f"the option 'partitionBy': Spark's xxhash64 does not hash column {column!r} of type {kind}"
+                ": name others",
+                column=column,
+            )
+    partitions = options.number("partitions")
+    store.patiently(lambda client: _check_queue(client, name, rows, partitions, bool(by)))
+    ttl_ms = int(options.seconds("stagedTtl", STAGED_TTL_MS_DEFAULT / 1000) * 1000)
+    return QueueTarget(store, name, by, ttl_ms, rows)
+
+
+def _check_queue(client: StateClient, name: str, rows: pa.Schema, partitions: int | None, keyed: bool) -> None:
+    queues = {queue.name: queue for queue in client.queues()}
+    if name not in queues and partitions is not None:
+        # Columns that happen to be without nulls in this query need not stay so.
+        nullable = pa.schema([field.with_nullable(True) for field in rows])
+        client.create_queue(name, schema=nullable, partitions=partitions, if_not_exists=True)
+        queues[name] = next(queue for queue in client.queues() if queue.name == name)
+    if name not in queues:
+        known = f"there are {', '.join(sorted(queues))}" if queues else "the store has none yet"
+        raise BadInput(
+            f"there is no queue {name!r} ({known}). Give the option 'partitions' to have it created with the "
+            "DataFrame's schema",
+            queue=name,
+        )
+    found = queues[name]
+    if partitions is not None and found.partitions != partitions:
+        raise BadInput(
+            f"the queue {name!r} has {found.partitions} partitions, not {partitions}, and that cannot be changed: "
+            "leave the option 'partitions' out, or write to another queue",
+            queue=name,
+        )
+    if keyed and found.partitions > KEY_GROUPS_DEFAULT:
+        raise BadInput(
+            f"the option 'partitionBy' spreads rows over at most {KEY_GROUPS_DEFAULT} partitions; the queue {name!r} "
+            f"has {found.partitions}: leave it out, or write to another queue",
+            queue=name,
+        )
+    check_fits(rows, found.schema, f"the queue {name!r}")
+    if SINKS_TABLE not in {table.name for table in client.tables()}:
+        create_sinks_table(client)
+
+
+def _staged(messages: Sequence[WriterCommitMessage | None]) -> list[StagedRows]:
+    """What all tasks staged, in the order of the tasks."""
+    return [rows for message in messages if isinstance(message, StagedMessage) for rows in message.staged]
+
+
+class QueueStreamWriter(DataSourceStreamArrowWriter):
+    """The streaming sink. Exactly once: a batch that was published before is not published again."""
+
+    def __init__(self, target: QueueTarget) -> None:
+        self._target = target
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedMessage:
+        context: Any = TaskContext.get()
+        query, batch_id = context.getLocalProperty(QUERY_ID), context.getLocalProperty(BATCH_ID)
+        if not query:
+            raise BadInput("the sink does not know its query: it can only be used through writeStream")
+        # Another partition each time, so that small batches do not all go to the first one.
+        first_partition = context.partitionId() + int(batch_id or 0)
+        staged, rows = self._target.stage(iterator, first_partition)
+        return StagedMessage(query, staged, rows)
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        queries = {message.query for message in messages if isinstance(message, StagedMessage)}
+        if not queries:
+            return
+        staged = _staged(messages)
+        if staged:
+            publish(self._target, queries.pop(), batchId, staged)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        self._target.discard(_staged(messages))
+
+
+class QueueBatchWriter(DataSourceArrowWriter):
+    """Appends a DataFrame to a queue: all of it, or nothing."""
+
+    def __init__(self, target: QueueTarget) -> None:
+        self._target = target
+        self._job = f"batch-{uuid.uuid4().hex}"
+        """Stands for the query: it makes out whether a commit whose answer was lost has happened."""
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedMessage:
+        context: Any = TaskContext.get()
+        staged, rows = self._target.stage(iterator, context.partitionId())
+        return StagedMessage(self._job, staged, rows)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        staged = _staged(messages)
+        if staged:
+            publish(self._target, self._job, 0, staged)
+            forget(self._target, self._job)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        self._target.discard(_staged(messages))
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RowsMessage(WriterCommitMessage):
+    """The rows of one task, as an Arrow stream: a transaction is one client's, so they meet in the driver."""
+
+    rows: int
+    stream: bytes
+
+
+class TableBatchWriter(DataSourceArrowWriter):
+    """Upserts a DataFrame into a sorted table, in one transaction."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        self._store = store_handle(options)
+        self._table = options.required("table", "the table to write to")
+        self._schema = arrow_schema(schema)
+        key = options.names("key")
+        self._store.patiently(lambda client: _check_table(client, self._table, self._schema, key))
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> RowsMessage:
+        sink = pa.BufferOutputStream()
+        rows = 0
+        with pa.ipc.new_stream(sink, self._schema) as stream:
+            for batch in iterator:
+                rows += batch.num_rows
+                stream.write_batch(as_schema(batch, self._schema))
+                if sink.tell() > TRANSACTION_BYTES_MAX or rows > TRANSACTION_ROWS_MAX:
+                    raise _too_large(self._table)
+        return RowsMessage(rows, sink.getvalue().to_pybytes())
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        found = [message for message in messages if isinstance(message, RowsMessage) and message.rows]
+        if sum(message.rows for message in found) > TRANSACTION_ROWS_MAX:
+            raise _too_large(self._table)
+        tables = [pa.ipc.open_stream(message.stream).read_all() for message in found]
+        if not tables:
+            return
+        rows = pa.concat_tables(tables)
+
+        def attempt(client: StateClient) -> None:
+            # Upserting the same rows again gives the same table, so a lost answer needs no other care.
+            with client.transaction() as tx:
+                tx.write(self._table, rows)
+                tx.commit()
+
+        self._store.in_transaction(attempt)
+
+
+def _check_table(client: StateClient, name: str, rows: pa.Schema, key: list[str]) -> None:
+    tables = {table.name: table for table in client.tables()}
+    if name not in tables:
+        if not key:
+            known = f"there are {', '.join(sorted(tables))}" if tables else "the store has none yet"
+            raise BadInput(
+                f"there is no table {name!r} ({known}). Give the option 'key', the key columns separated by commas, to "
+                "have it created with the DataFrame's schema",
+                table=name,
+            )
+        for column in key:
+            if column not in rows.names:
+                raise SchemaMismatch(
+                    f"the option 'key': the rows have no column {column!r}; they have {', '.join(rows.names)}"
+                )
+        value = pa.schema([field.with_nullable(True) for field in rows if field.name not in key])
+        key_schema = pa.schema([rows.field(column).with_nullable(False) for column in key])
+        client.create_table(name, key=key_schema, value=value, if_not_exists=True)
+        tables[name] = client.table(name)
+    found = tables[name]
+    if key and key != found.key.names:
+        raise BadInput(
+            f"the table {name!r} has the key {', '.join(found.key.names)}, not {', '.join(key)}: leave the option 'key'"
+            " out, or write to another table",
+            table=name,
+        )
+    check_fits(rows, found.row, f"the table {name!r}")
+
+
+def _too_large(table: str) -> TooLarge:
+    return TooLarge(
+        f"the table {table!r} is written in one transaction, which takes at most {TRANSACTION_ROWS_MAX} rows and "
+        f"{TRANSACTION_BYTES_MAX} bytes: write the DataFrame in parts, or append it to a queue",
+        table=table,
+    )

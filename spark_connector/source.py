@@ -1,0 +1,457 @@
+"""The streaming source: a processor's shuffled rows, as its reducers would get them.
+
+One Spark partition for each reducer. An offset says how far, for each mapper; a batch is the rows between two offsets,
+and it can be read any number of times until it is committed: mappers keep rows until then, and map them again when
+they were restarted.
+
+Spark tells a source that a batch is done only when the next one has been planned. A mapper whose window is full of that
+very batch can read no further, and there would never be a next one. So the source goes by another sign: when Spark asks
+what comes after an offset, then everything before it is in its own commit log.
+"""
+
+from __future__ import annotations
+
+import difflib
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    ReadMinRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from shuffle.config import ProcessorSpec, load_spec
+from shuffle.errors import BadInput, StoreUnavailable
+from shuffle.messages import METADATA_FIELDS
+from spark_connector.clients import StoreHandle
+from spark_connector.offsets import Indexes, admit, from_offset, rows_between, to_offset
+from spark_connector.options import TIMEOUT_S_DEFAULT, Options
+from spark_connector.positions import Baseline, Positions
+from spark_connector.processor import Processor, Produced, Shape
+from spark_connector.types import arrow_schema, as_schema, check_wanted, spark_schema
+
+METADATA_COLUMNS = {
+    field.name.removeprefix("_"): field
+    for field in (pa.field("_mapper", pa.int32(), False), pa.field("_reducer", pa.int32(), False), *METADATA_FIELDS)
+}
+"""What the option ``metadataColumns`` can add: where a row came from, its shuffle index, and when it was read."""
+
+POLL_S = 0.05
+IDLE_S = 0.5
+"""How long the question for the latest offset may wait for news: Spark asks again at once."""
+
+AHEAD_MAX = 3
+"""Answers of mappers that are fetched while Spark takes in the one before."""
+
+
+def source_processor(options: Options) -> tuple[Processor, ProcessorSpec | None]:
+    """The processor that the options name, by its spec or by its name."""
+    timeout_s = options.seconds("timeout", TIMEOUT_S_DEFAULT)
+    if options.text("spec"):
+        for name in ("processor", "state"):
+            if options.text(name):
+                raise BadInput(f"the options 'spec' and {name!r} contradict each other: the spec names it", option=name)
+        spec = load_spec(options.required("spec", "the processor's spec, a YAML file"))
+        return Processor(StoreHandle(spec.state, timeout_s), spec.processor), spec
+    name = options.required("processor", "the processor whose rows are read (or give 'spec', its YAML file)")
+    state = options.required("state", "where the state store is: grpc://host:port, or a folder that a daemon serves")
+    return Processor(StoreHandle(state, timeout_s), name), None
+
+
+def stream_schema(options: Options) -> StructType:
+    if (options.text("work") or "read") != "read":
+        from spark_connector.reduce import handed_over_schema
+
+        return handed_over_schema(options)
+    if options.text("emit"):
+        raise BadInput("the option 'emit' is for reducers that run in Spark: use spark_connector.reduce_frame(…)")
+    processor, _ = source_processor(options)
+    rows = processor.row_schema(processor.shape())
+    extra = [METADATA_COLUMNS[name] for name in metadata_columns(options)]
+    for field in extra:
+        if field.name in rows.names:
+            raise BadInput(
+                f"metadataColumns: the rows have a column {field.name!r} of their own; leave it out of metadataColumns,"
+                " or rename it in the mapper",
+                option="metadataColumns",
+            )
+    return spark_schema(pa.schema([*rows, *extra]), f"the rows of processor {processor.name!r}")
+
+
+def metadata_columns(options: Options) -> list[str]:
+    names = options.names("metadataColumns")
+    for name in names:
+        if name not in METADATA_COLUMNS:
+            near = difflib.get_close_matches(name, METADATA_COLUMNS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(METADATA_COLUMNS)}"
+            raise BadInput(f"the option 'metadataColumns' knows no {name!r}{hint}", option="metadataColumns")
+    return list(dict.fromkeys(names))
+
+
+def stream_reader(options: Options, schema: StructType) -> DataSourceStreamReader:
+    if options.choice("work", ["read", "reduce"], "read") == "reduce":
+        from spark_connector.reduce import ReduceStreamReader
+
+        return ReduceStreamReader(options, schema)
+    return ShuffleStreamReader(options, schema)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much one batch may hold."""
+
+    rows_max: int | None
+    bytes_max: int | None
+    rows_min: int | None
+
+    @staticmethod
+    def of(options: Options) -> Limits:
+        found = Limits(
+            options.number("maxRowsPerTrigger"),
+            options.size_bytes("maxBytesPerTrigger"),
+            options.number("minRowsPerTrigger"),
+        )
+        if found.rows_min is not None and found.rows_max is not None and found.rows_min > found.rows_max:
+            raise BadInput(
+                f"the options minRowsPerTrigger={found.rows_min} and maxRowsPerTrigger={found.rows_max} contradict "
+                "each other: no batch could ever be large enough. Lower the first, or raise the second"
+            )
+        return found
+
+    def default(self) -> ReadLimit:
+        if self.rows_max is not None:
+            return ReadMaxRows(self.rows_max)
+        if self.bytes_max is not None:
+            return ReadMaxBytes(self.bytes_max)
+        return ReadMinRows(self.rows_min) if self.rows_min is not None else ReadAllAvailable()
+
+    @property
+    def given(self) -> bool:
+        return (self.rows_max, self.bytes_max, self.rows_min) != (None, None, None)
+
+    def rows_of(self, produced: dict[int, Produced]) -> int | None:
+        """The most rows that keep both bounds, by the size of the rows in the windows; at least one."""
+        bounds = [] if self.rows_max is None else [self.rows_max]
+        row_bytes = max((mapper.row_bytes for mapper in produced.values()), default=0.0)
+        if self.bytes_max is not None and row_bytes:
+            bounds.append(max(1, int(self.bytes_max / row_bytes)))
+        return min(bounds) if bounds else None
+
+
+class MapperWatch:
+    """What the mappers have produced, as the driver keeps asking. One that is away holds up nobody but its own rows."""
+
+    def __init__(self, processor: Processor, shape: Shape) -> None:
+        self._processor = processor
+        self._heard_s = [time.monotonic()] * shape.mapper_count
+        self.latest: Indexes = [-1] * shape.mapper_count
+        self.produced: dict[int, Produced] = {}
+
+    def look(self) -> None:
+        self.produced = self._processor.produced()
+        now_s = time.monotonic()
+        for mapper, found in self.produced.items():
+            if mapper < len(self.latest):
+                self._heard_s[mapper] = now_s
+                self.latest[mapper] = max(self.latest[mapper], found.last_row_index)
+
+    def away(self) -> list[int]:
+        """Mappers that have been silent for longer than anyone wants to wait."""
+        timeout_s = self._processor.store.timeout_s
+        return [m for m, heard_s in enumerate(self._heard_s) if time.monotonic() - heard_s > timeout_s]
+
+    def refuse_silence(self) -> None:
+        if away := self.away():
+            raise StoreUnavailable(
+                f"processor {self._processor.name}: mapper {away[0]} has not answered for "
+                f"{self._processor.store.timeout_s:g} s: start it, or raise the option 'timeout'",
+                mapper=away[0],
+            )
+
+    def wait_for_all(self) -> None:
+        while True:
+            self.look()
+            if len(self.produced) >= len(self.latest):
+                return
+            self.refuse_silence()
+            time.sleep(POLL_S)
+
+
+class Goal:
+    """For ``Trigger.AvailableNow``: the end of the input as it was when the query began."""
+
+    def __init__(self, processor: Processor, shape: Shape, positions: Positions) -> None:
+        self._positions = positions
+        self._ends: list[int] | None = None
+        if shape.input.startswith("queue "):
+            name = shape.input.removeprefix("queue ")
+            self._ends = [end for _, end in processor.store.patiently(lambda client: client.queue(name).bounds())]
+        self._caps: list[int | None] = [None] * shape.mapper_count
+
+    def look(self, watch: MapperWatch) -> None:
+        """A mapper that has read up to the goal is capped at what it has produced by then."""
+        origins: list[int | None] = [None] * len(self._caps)
+        if self._ends is not None and None in self._caps:
+            origins = self._positions.input_origins()
+        for mapper, found in watch.produced.items():
+            if self._caps[mapper] is not None:
+                continue
+            origin = origins[mapper]
+            # What a folder will hold is not known beforehand, so there the goal is what was mapped.
+            if self._ends is None or (origin is not None and origin + found.next_input_index >= self._ends[mapper]):
+                self._caps[mapper] = watch.latest[mapper]
+
+    @property
+    def reached(self) -> bool:
+        return None not in self._caps
+
+    def capped(self, latest: Indexes) -> Indexes:
+        return [last if cap is None else min(last, cap) for last, cap in zip(latest, self._caps, strict=True)]
+
+
+class DriverSide:
+    """Offsets and commits; lives in the one Python process that Spark keeps for the query in the driver."""
+
+    def __init__(self, processor: Processor, starting: str, limits: Limits, commits: bool) -> None:
+        self.processor = processor
+        self.shape = processor.shape()
+        self.positions = Positions(processor, self.shape)
+        self._starting = starting
+        self._limits = limits
+        self._commits = commits
+        self._watch = MapperWatch(processor, self.shape)
+        self._goal: Goal | None = None
+        self._baseline: Baseline | None = None
+        self._committed: Indexes | None = None
+        self.positions.refuse_reducers()
+
+    @property
+    def baseline(self) -> Baseline:
+        if self._baseline is None:
+            self._baseline = self.positions.baseline()
+        return self._baseline
+
+    def initial(self) -> Indexes:
+        if not self._commits:
+            return self.positions.start()
+        if self._baseline is None:
+            latest = None
+            if self._starting == "latest":
+                self._watch.wait_for_all()
+                latest = self._watch.latest
+            self._baseline = self.positions.begin(self._starting, latest)
+        return self._baseline.start
+
+    def set_goal(self) -> None:
+        self._goal = Goal(self.processor, self.shape, self.positions)
+
+    def latest(self, start: Indexes, limit: ReadLimit) -> Indexes:
+        """The end of the next batch; ``start`` if there is none yet. Waits a little for news."""
+        self.commit(start)
+        begin_s = progress_s = time.monotonic()
+        seen: Indexes = []
+        while True:
+            self._watch.look()
+            latest = self._watch.latest
+            if self._goal is not None:
+                self._goal.look(self._watch)
+                latest = self._goal.capped(latest)
+            end = self._admitted(start, latest, limit)
+            if end != start or (self._goal is not None and self._goal.reached):
+                return end
+            if latest != seen:
+                seen, progress_s = list(latest), time.monotonic()
+            self._watch.refuse_silence()
+            waited_s = time.monotonic() - (begin_s if self._goal is None else progress_s)
+            if self._goal is None and waited_s > IDLE_S:
+                return start
+            if waited_s > self.processor.store.timeout_s:
+                raise StoreUnavailable(
+                    f"processor {self.processor.name}: its mappers have not come to the end of the input, and have "
+                    f"produced nothing for {waited_s:.0f} s: see in their logs or in `shuffle status` what stops them, "
+                    "or raise the option 'timeout'"
+                )
+            time.sleep(POLL_S)
+
+    def _admitted(self, start: Indexes, latest: Indexes, limit: ReadLimit) -> Indexes:
+        latest = [max(first, last) for first, last in zip(start, latest, strict=True)]
+        if isinstance(limit, ReadAllAvailable) and self._limits.given:
+            return latest  # Trigger.Once takes everything, whatever the options say.
+        least = self._limits.rows_min
+        if least is not None and self._goal is None and rows_between(start, latest) < least:
+            return start
+        return admit(start, latest, self._limits.rows_of(self._watch.produced))
+
+    def report(self) -> Indexes | None:
+        return list(self._watch.latest) if self._watch.produced else None
+
+    def commit(self, end: Indexes) -> None:
+        """Everything up to ``end`` is in Spark's commit log: commit it here too, and tell the mappers."""
+        if not self._commits or self._committed == end:
+            return
+        committed = self.positions.commit(end, self.baseline)
+        self._committed = end
+        self.processor.tell_committed(
+            {m: {r: row[m] for r, row in enumerate(committed)} for m in range(self.shape.mapper_count)}
+        )
+
+    def hint(self, mapper: int) -> Produced | None:
+        return self._watch.produced.get(mapper)
+
+
+class StreamReaderBase(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """What reading and reducing have in common: the offsets."""
+
+    commits = True
+
+    def __init__(self, options: Options) -> None:
+        self.processor, self.spec = source_processor(options)
+        self._starting = options.choice("startingOffsets", ["earliest", "latest", "committed"], "committed")
+        self._limits = Limits.of(options)
+        self._driver: DriverSide | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What goes to the tasks must not hold connections.
+        return {**self.__dict__, "_driver": None}
+
+    @property
+    def driver(self) -> DriverSide:
+        if self._driver is None:
+            self._driver = DriverSide(self.processor, self._starting, self._limits, self.commits)
+        return self._driver
+
+    def initialOffset(self) -> dict[str, int]:  # noqa: N802
+        return to_offset(self.driver.initial())
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        return self._limits.default()
+
+    def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:  # noqa: N802
+        return to_offset(self.driver.latest(self._indexes(start), limit))
+
+    def reportLatestOffset(self) -> dict[str, int] | None:  # noqa: N802
+        latest = self.driver.report()
+        return None if latest is None else to_offset(latest)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        self.driver.set_goal()
+
+    def commit(self, end: dict[str, int]) -> None:
+        self.driver.commit(self._indexes(end))
+
+    def _indexes(self, offset: dict[str, int]) -> Indexes:
+        return from_offset(offset, self.driver.shape.mapper_count)
+
+
+@dataclass
+class ReducerPart(InputPartition):
+    """One reducer's rows of one batch: for each mapper (index, after, up to), and what is known of the mapper."""
+
+    reducer: int
+    ranges: list[tuple[int, int, int, Produced | None]]
+
+    def __init__(self, reducer: int, ranges: list[tuple[int, int, int, Produced | None]]) -> None:
+        super().__init__(None)
+        self.reducer, self.ranges = reducer, ranges
+
+
+class ShuffleStreamReader(StreamReaderBase):
+    """Hands the rows themselves to Spark."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        super().__init__(options)
+        self._metadata = metadata_columns(options)
+        self._with_indexes = any(METADATA_COLUMNS[name] in METADATA_FIELDS for name in self._metadata)
+        self._schema = arrow_schema(schema)
+        self._checked = False
+
+    def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[InputPartition]:
+        driver = self.driver
+        begin, last = self._indexes(start), self._indexes(end)
+        self._check_schema(driver)
+        # What a batch starts after is done with; this also finds out whether its rows can still be there.
+        driver.commit(begin)
+        parts: list[InputPartition] = []
+        for reducer in range(driver.shape.reducer_count):
+            ranges = []
+            for mapper, to in enumerate(last):
+                after = driver.baseline.begin(reducer, mapper, begin[mapper])
+                if after < to:
+                    ranges.append((mapper, after, to, driver.hint(mapper)))
+            parts.append(ReducerPart(reducer, ranges))
+        return parts
+
+    def _check_schema(self, driver: DriverSide) -> None:
+        """Before the first batch is read: a schema that the user has given may not be that of the rows."""
+        if not self._checked:
+            rows = self.processor.row_schema(driver.shape)
+            found = pa.schema([*rows, *(METADATA_COLUMNS[name] for name in self._metadata)])
+            check_wanted(self._schema, found, f"the stream of processor {self.processor.name!r}")
+            self._checked = True
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        assert isinstance(partition, ReducerPart)
+        for mapper, batch in ahead(self._fetched(partition)):
+            yield self._complete(batch, mapper, partition.reducer)
+
+    def _fetched(self, part: ReducerPart) -> Iterator[tuple[int, pa.RecordBatch]]:
+        for mapper, after, to, hint in part.ranges:
+            rows = self.processor.rows(part.reducer, mapper, after, to, partial(int, after), hint, self._with_indexes)
+            for batch, _ in rows:
+                yield mapper, batch
+
+    def _complete(self, batch: pa.RecordBatch, mapper: int, reducer: int) -> pa.RecordBatch:
+        for name, value in (("mapper", mapper), ("reducer", reducer)):
+            if name in self._metadata:
+                field = METADATA_COLUMNS[name]
+                batch = batch.append_column(field, pa.repeat(pa.scalar(value, field.type), batch.num_rows))
+        return as_schema(batch, self._schema)
+
+
+def ahead(items: Iterator[Any]) -> Iterator[Any]:
+    """``items``, computed in a thread of its own, a few in advance: fetching overlaps with Spark taking the rows in."""
+    done = object()
+    ready: queue.Queue[Any] = queue.Queue(AHEAD_MAX)
+    stopping = threading.Event()
+
+    def put(item: Any) -> bool:
+        while not stopping.is_set():
+            try:
+                ready.put(item, timeout=0.5)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def run() -> None:
+        try:
+            for item in items:
+                if not put((item, None)):
+                    return
+            put((done, None))
+        except BaseException as error:
+            put((done, error))
+
+    threading.Thread(target=run, name="fetch-ahead", daemon=True).start()
+    try:
+        while True:
+            item, error = ready.get()
+            if error is not None:
+                raise error
+            if item is done:
+                return
+            yield item
+    finally:
+        stopping.set()

@@ -1,0 +1,208 @@
+"""Writing to a queue from many tasks at once: rows are staged by the tasks and published by one transaction.
+
+Staged rows are durable and invisible. Whatever happens to a task (killed, repeated, run twice), only the ids that its
+one accepted message carries are published; the rest is garbage, which the store removes when its time is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import pyarrow as pa
+from pyspark.sql.datasource import WriterCommitMessage
+
+from shuffle.errors import Expired, ShuffleError
+from shuffle.limits import MIB
+from shuffle.partition import hash_partition, split_by_partition
+from spark_connector.clients import StoreHandle
+from spark_connector.types import as_schema
+from statestore import StateClient, Transaction
+
+SINKS_TABLE = "spark/sinks"
+"""How far each query has been published: the row that makes a repeated commit change nothing."""
+SINKS_KEY = pa.schema([pa.field("query", pa.string(), False), pa.field("queue", pa.string(), False)])
+SINKS_VALUE = pa.schema([pa.field("batch_id", pa.int64(), False)])
+
+SLICE_BYTES = 8 * MIB
+"""Rows are partitioned in slices of this size: Spark's batches of some thousand rows are too small to be quick."""
+
+STAGE_BYTES = 32 * MIB
+"""Rows are staged in files of about this size; one file for each partition is the least there can be."""
+
+STAGES_UNDER_WAY_MAX = 2
+"""While so many are on their way to the store, the next ones are gathered."""
+
+
+@dataclass(frozen=True)
+class StagedRows:
+    partition: int
+    staged_id: str
+
+
+@dataclass
+class StagedMessage(WriterCommitMessage):
+    """What a task tells the driver: where its rows wait."""
+
+    query: str
+    staged: list[StagedRows]
+    rows: int
+
+
+@dataclass(frozen=True)
+class QueueTarget:
+    """A queue, and how rows find their partition of it."""
+
+    store: StoreHandle
+    queue: str
+    partition_by: tuple[str, ...]
+    staged_ttl_ms: int
+    schema: pa.Schema
+    """Of the rows as Spark gives them, with time zones in UTC."""
+
+    def stage(self, batches: Iterator[pa.RecordBatch], first_partition: int) -> tuple[list[StagedRows], int]:
+        """Stage the rows of one task; without ``partition_by`` slices go to the partitions in turn."""
+        staging = _Staging(self, first_partition)
+        try:
+            for table in _slices(batches, self.schema):
+                staging.add(table)
+            return staging.finish(), staging.rows
+        except BaseException:
+            staging.give_up()
+            raise
+
+    def discard(self, staged: Iterable[StagedRows]) -> None:
+        """Best effort: what is not discarded now is removed when its time is over."""
+        with suppress(ShuffleError):
+            queue = self.store.client().queue(self.queue)
+            for rows in staged:
+                queue.discard(rows.staged_id)
+
+
+class _Staging:
+    def __init__(self, target: QueueTarget, first_partition: int) -> None:
+        self._target = target
+        self._partitions: int = target.store.patiently(lambda client: client.queue(target.queue).partitions)
+        self._next = first_partition
+        self._pending: dict[int, list[pa.Table]] = {}
+        self._pending_bytes = 0
+        self._pool = ThreadPoolExecutor(STAGES_UNDER_WAY_MAX, thread_name_prefix="stage")
+        self._under_way: list[Future[StagedRows]] = []
+        self._done: list[StagedRows] = []
+        self.rows = 0
+
+    def add(self, table: pa.Table) -> None:
+        self.rows += table.num_rows
+        self._pending_bytes += table.nbytes
+        for partition, rows in self._partitioned(table):
+            self._pending.setdefault(partition, []).append(rows)
+        if self._pending_bytes >= STAGE_BYTES:
+            self._flush()
+
+    def _partitioned(self, table: pa.Table) -> Iterator[tuple[int, pa.Table]]:
+        if not self._target.partition_by:
+            yield self._next % self._partitions, table
+            self._next += 1
+            return
+        indexes = hash_partition(table, self._target.partition_by, self._partitions).partition_indexes
+        for partition, (batch, _) in enumerate(split_by_partition(table, indexes, self._partitions)):
+            if batch is not None:
+                yield partition, pa.Table.from_batches([batch])
+
+    def _flush(self) -> None:
+        pending, self._pending, self._pending_bytes = self._pending, {}, 0
+        for partition, tables in sorted(pending.items()):
+            while len(self._under_way) >= STAGES_UNDER_WAY_MAX:
+                self._done.append(self._under_way.pop(0).result())
+            self._under_way.append(self._pool.submit(self._stage, partition, pa.concat_tables(tables)))
+
+    def _stage(self, partition: int, rows: pa.Table) -> StagedRows:
+        target = self._target
+        staged_id = target.store.patiently(
+            lambda client: client.queue(target.queue).stage(rows, ttl_ms=target.staged_ttl_ms)
+        )
+        return StagedRows(partition, staged_id)
+
+    def finish(self) -> list[StagedRows]:
+        self._flush()
+        while self._under_way:
+            self._done.append(self._under_way.pop(0).result())
+        self._pool.shutdown()
+        return self._done
+
+    def give_up(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for future in self._under_way:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._done.append(future.result())
+        self._target.discard(self._done)
+
+
+def _slices(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.Table]:
+    gathered: list[pa.RecordBatch] = []
+    gathered_bytes = 0
+    for batch in batches:
+        if not batch.num_rows:
+            continue
+        gathered.append(as_schema(batch, schema))
+        gathered_bytes += batch.nbytes
+        if gathered_bytes >= SLICE_BYTES:
+            yield pa.Table.from_batches(gathered, schema)
+            gathered, gathered_bytes = [], 0
+    if gathered:
+        yield pa.Table.from_batches(gathered, schema)
+
+
+def create_sinks_table(client: StateClient) -> None:
+    client.create_table(SINKS_TABLE, key=SINKS_KEY, value=SINKS_VALUE, if_not_exists=True)
+
+
+def publish(target: QueueTarget, query: str, batch_id: int, staged: Sequence[StagedRows]) -> bool:
+    """Make staged rows visible, once for each (query, batch id); whether it was now that it happened.
+
+    1. Look up how far this query has been published.
+    2. If that includes this batch, an earlier commit has happened: what is staged again is garbage.
+    3. Else publish all rows and write the batch id, in the same transaction.
+    4. On *conflict* and *unknown* begin again at 1: the row tells what became of it.
+    """
+
+    def attempt(client: StateClient) -> bool:
+        with client.transaction() as tx:
+            if (published := _published(tx, query, target.queue)) is not None and published >= batch_id:  # 1, 2
+                return False
+            for rows in staged:  # 3
+                tx.publish(target.queue, rows.partition, rows.staged_id)
+            tx.write(SINKS_TABLE, _key(query, target.queue).append_column("batch_id", pa.array([batch_id], pa.int64())))
+            tx.commit()
+            return True
+
+    try:
+        happened = target.store.in_transaction(attempt)  # 4
+    except Expired as error:
+        raise Expired(
+            f"batch {batch_id} of query {query} cannot be published: {error.message}. Restart the query, so that Spark "
+            "writes the batch again; if commits take this long, raise the option 'stagedTtl'",
+            **error.fields,
+        ) from None
+    if not happened:
+        target.discard(staged)
+    return happened
+
+
+def forget(target: QueueTarget, query: str) -> None:
+    """Remove the row of a query that will never commit again."""
+    with suppress(ShuffleError):
+        with target.store.client().transaction() as tx:
+            tx.delete(SINKS_TABLE, _key(query, target.queue))
+            tx.commit()
+
+
+def _published(tx: Transaction, query: str, queue: str) -> int | None:
+    found = tx.lookup(SINKS_TABLE, _key(query, queue))
+    return found["batch_id"][0].as_py() if found.num_rows else None
+
+
+def _key(query: str, queue: str) -> pa.Table:
+    return pa.table({"query": [query], "queue": [queue]}, schema=SINKS_KEY)

@@ -1,0 +1,184 @@
+"""The source's side in the driver, against real mappers and a real store, without a Spark session."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.streaming.datasource import ReadAllAvailable
+
+from examples.local import LocalSystem
+from examples.spark_pipeline import Mappers
+from perf.workload import SCHEMA, Workload, difference, oracle
+from shuffle import AggregateReducer, Count, Max
+from shuffle.aggregates import Aggregate
+from shuffle.config import load_spec
+from shuffle.discovery import reducers_group
+from shuffle.errors import BadInput, RowsGone, StoreUnavailable
+from spark_connector.clients import StoreHandle
+from spark_connector.offsets import rows_between
+from spark_connector.processor import Processor
+from spark_connector.reduce import Done, ReduceTask
+from spark_connector.source import DriverSide, Limits, ReducerPart
+from spark_connector.staging import QueueTarget, create_sinks_table, publish
+from statestore import StateClient
+
+REDUCERS = 3
+ALL = Limits(None, None, None)
+StartMappers = Callable[[dict[str, Any], int], Mappers]
+
+
+def append(state: StateClient, queue: str, begin: int, end: int) -> None:
+    for partition in range(2):
+        state.queue(queue).append(partition, Workload(with_user_share=1.0).rows(begin, end, partition))
+
+
+def produced(processor: Processor, rows: int) -> list[int]:
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s:
+        found = processor.produced()
+        if sum(one.last_row_index + 1 for one in found.values()) >= rows:
+            return [found[mapper].last_row_index for mapper in range(2)]
+        time.sleep(0.05)
+    raise AssertionError("the mappers did not get there")
+
+
+@pytest.fixture
+def running(
+    request: pytest.FixtureRequest, system: LocalSystem, state: StateClient, start_mappers: StartMappers
+) -> tuple[Processor, Mappers, str]:
+    name = request.node.name.removeprefix("test_")[:40]
+    state.create_queue(name, schema=SCHEMA, partitions=2)
+    append(state, name, 0, 5_000)
+    spec = {
+        "processor": name,
+        "input": {"queue": name},
+        "mapper": {"class": "examples.activity:ParseLogs", "batch_rows_max": 1_000, "trim_period": "50ms"},
+        "reducer": {"class": "examples.activity:CountByUser", "count": REDUCERS},
+        "lease_ttl": "1s",
+        "metrics": False,
+    }
+    mappers = start_mappers(spec, 2)
+    processor = Processor(StoreHandle(system.address, 20.0), name)
+    processor.shape()
+    produced(processor, 10_000)
+    return processor, mappers, name
+
+
+def rows_of(processor: Processor, start: list[int], end: list[int]) -> list[pa.Table]:
+    """By reducer and mapper."""
+    found = []
+    for reducer in range(REDUCERS):
+        for mapper in range(2):
+            rows = processor.rows(reducer, mapper, start[mapper], end[mapper], lambda m=mapper: start[m])
+            found.append(pa.Table.from_batches([batch for batch, _ in rows]))
+    return found
+
+
+def test_range_is_the_same_when_read_again_also_from_a_restarted_mapper(
+    running: tuple[Processor, Mappers, str],
+) -> None:
+    processor, mappers, _ = running
+    driver = DriverSide(processor, "committed", ALL, commits=True)
+    assert driver.initial() == [-1, -1]
+    middle, end = [1_700, 900], [4_321, 3_000]
+    first = rows_of(processor, [-1, -1], middle)
+    driver.commit(middle)
+    second = rows_of(processor, middle, end)
+    assert sum(table.num_rows for table in first) == rows_between([-1, -1], middle)
+    assert sum(table.num_rows for table in second) == rows_between(middle, end)
+    mappers.kill_and_restart(0)
+    mappers.kill_and_restart(1)
+    assert [table.to_pylist() for table in rows_of(processor, middle, end)] == [t.to_pylist() for t in second]
+    # Spark goes on from its checkpoint in a new process; an older one than what was committed is refused.
+    again = DriverSide(processor, "committed", ALL, commits=True)
+    again.commit(end)
+    with pytest.raises(RowsGone, match="stands at row 1700 of mapper 0, but rows up to 4321 were committed"):
+        DriverSide(processor, "committed", ALL, commits=True).commit(middle)
+    with pytest.raises(RowsGone, match="cannot be read any more"):
+        rows_of(processor, middle, end)
+
+
+def test_latest_skips_what_was_mapped_and_is_repeatable_until_something_is_committed(
+    running: tuple[Processor, Mappers, str], state: StateClient
+) -> None:
+    processor, _, queue = running
+    latest = produced(processor, 10_000)
+    assert DriverSide(processor, "latest", ALL, commits=True).initial() == latest
+    append(state, queue, 5_000, 6_000)
+    after = produced(processor, 12_000)
+    driver = DriverSide(processor, "latest", ALL, commits=True)
+    assert driver.initial() == latest, "the first batch may have been planned from here"
+    assert driver.latest(latest, ReadAllAvailable()) == after
+    assert sum(table.num_rows for table in rows_of(processor, latest, after)) == 2_000
+
+
+def test_running_reducers_are_refused(running: tuple[Processor, Mappers, str], state: StateClient) -> None:
+    processor, _, name = running
+    lease = state.leases.register(reducers_group(name), "somebody", {"index": "0"}, 60_000)
+    with pytest.raises(BadInput, match="has 1 running reducers, which commit the rows"):
+        DriverSide(processor, "committed", ALL, commits=True)
+    lease.leave()
+
+
+def test_mapper_that_stays_away_is_waited_for_and_then_named(
+    running: tuple[Processor, Mappers, str], system: LocalSystem
+) -> None:
+    _, mappers, name = running
+    impatient = Processor(StoreHandle(system.address, 0.5), name)
+    mappers.close()
+    time.sleep(1.5)  # Until its lease is over.
+    with pytest.raises(StoreUnavailable, match=r"mapper 0 has been away for 0.5 s .* raise the option 'timeout'"):
+        list(impatient.rows(0, 0, -1, 10, lambda: -1))
+    driver = DriverSide(impatient, "committed", ALL, commits=True)
+    start = driver.initial()
+    time.sleep(0.6)
+    with pytest.raises(StoreUnavailable, match=r"mapper 0 has not answered for 0.5 s"):
+        driver.latest(start, ReadAllAvailable())
+
+
+class CountApart(AggregateReducer):
+    table = "activity-twins"
+    key = ("user", "cluster")
+    aggregates: ClassVar[Mapping[str, Aggregate]] = {"last_access": Max("timestamp"), "count": Count()}
+
+
+def test_reducer_run_by_two_tasks_at_once_counts_every_row_once(
+    running: tuple[Processor, Mappers, str], state: StateClient
+) -> None:
+    """As speculation does it, or a retry while the first attempt is still alive."""
+    processor, mappers, _ = running
+    given = load_spec(mappers.spec)
+    name = "tests.spark.test_positions:CountApart"
+    spec = replace(given, reducer=replace(given.reducer, class_name=name, batch_rows_max=500))
+    ends = produced(processor, 10_000)
+
+    def run(reducer: int) -> Done:
+        part = ReducerPart(reducer, [(mapper, -1, end, None) for mapper, end in enumerate(ends)])
+        return ReduceTask(spec, processor, part).run()
+
+    with ThreadPoolExecutor(2 * REDUCERS) as pool:
+        done = list(pool.map(run, [*range(REDUCERS), *range(REDUCERS)]))
+    assert sum(one.rows for one in done) == 10_000, "what a task says is what it has committed itself"
+    assert sum(one.commits for one in done) > REDUCERS
+    rows = [Workload(with_user_share=1.0).rows(0, 5_000, partition) for partition in range(2)]
+    assert str(difference(oracle(rows), state.scan("activity-twins").read_all())).startswith("exactly-once: OK")
+    assert run(0) == Done()
+
+
+def test_rows_staged_by_two_attempts_of_a_task_are_published_once(system: LocalSystem, state: StateClient) -> None:
+    state.create_queue("attempts", schema=SCHEMA, partitions=2)
+    create_sinks_table(state)
+    rows = Workload().rows(0, 1_000)
+    target = QueueTarget(StoreHandle(system.address, 20.0), "attempts", ("user",), 60_000, SCHEMA)
+    with ThreadPoolExecutor(2) as pool:
+        attempts = [pool.submit(target.stage, iter(rows.to_batches()), 0).result()[0] for _ in range(2)]
+    assert publish(target, "query", 7, attempts[1])
+    assert not publish(target, "query", 7, attempts[0]), "the batch was published before"
+    assert not publish(target, "query", 7, attempts[1]), "a repeated commit changes nothing"
+    assert sum(end - begin for begin, end in state.queue("attempts").bounds()) == rows.num_rows

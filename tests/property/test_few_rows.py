@@ -1,0 +1,100 @@
+"""A few rows, encoded one by one, give the very bytes that whole columns do."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shuffle.errors import TooLarge
+from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
+from statestore.buffers import listed, prefixed
+from statestore.few import FEW_ROWS, FewKeys, FewValues
+from statestore.keys import KeyCodec
+from statestore.schema import TableSchema
+from statestore.table import Table
+from statestore.values import RowCodec
+from tests.property.test_key_order import KINDS as KEY_KINDS
+from tests.property.test_row_codec import KINDS as VALUE_KINDS
+
+
+@st.composite
+def batches(draw: st.DrawFn, kinds: list[tuple[pa.DataType, st.SearchStrategy[object]]], nulls: bool) -> pa.RecordBatch:
+    """A slice of a batch: what lies before and behind it must not show."""
+    columns = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=10))
+    count, skipped = draw(st.integers(0, FEW_ROWS)), draw(st.integers(0, 9))
+    schema = pa.schema([(f"c{index}", kind) for index, (kind, _) in enumerate(columns)])
+    arrays = []
+    for kind, values in columns:
+        drawn = draw(
+            st.lists(values | st.none() if nulls else values, min_size=count + skipped, max_size=count + skipped)
+        )
+        arrays.append(pa.array(drawn, kind))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema).slice(skipped)
+
+
+@given(batches(KEY_KINDS, nulls=False))
+@settings(max_examples=200, deadline=None)
+def test_keys_are_the_same(batch: pa.RecordBatch) -> None:
+    whole = prefixed(KeyCodec("t", batch.schema).encode(batch), b"tab")
+    assert FewKeys(batch.schema).encode(batch.columns, b"tab") == whole.to_pylist()
+
+
+@given(batches(VALUE_KINDS, nulls=True))
+@settings(max_examples=200, deadline=None)
+def test_values_are_the_same(batch: pa.RecordBatch) -> None:
+    whole = RowCodec("t", batch.schema).encode(batch)
+    assert FewValues(batch.schema).encode(batch.columns, batch.num_rows) == whole.to_pylist()
+
+
+def test_what_stands_under_a_null_does_not_show() -> None:
+    dirty = pa.Array.from_buffers(pa.int64(), 2, [pa.py_buffer(b"\x01"), pa.py_buffer(b"\x07" * 16)])
+    text = pa.Array.from_buffers(
+        pa.string(),
+        2,
+        [
+            pa.py_buffer(b"\x02"),
+            pa.py_buffer(struct.pack("<iii", 0, 2, 3)),
+            pa.py_buffer(b"xyz"),
+        ],
+    )
+    schema = pa.schema([("n", pa.int64()), ("s", pa.string())])
+    batch = pa.RecordBatch.from_arrays([dirty, text], schema=schema)
+    assert FewValues(schema).encode(batch.columns, 2) == RowCodec("t", schema).encode(batch).to_pylist()
+
+
+def test_rows_are_encoded_alike_whatever_their_number() -> None:
+    schema = TableSchema(
+        "t", pa.schema([("s", pa.string()), ("n", pa.int32())]), pa.schema([("v", pa.float64()), ("b", pa.bool_())])
+    )
+    table, chance = Table(schema), random.Random(1)
+    count = 3 * FEW_ROWS
+    rows = pa.table(
+        {
+            "s": ["a\0" * (row % 3) for row in range(count)],
+            "n": pa.array(range(-count, 0), pa.int32()),
+            "v": [None if row % 5 == 0 else chance.random() for row in range(count)],
+            "b": [None if row % 7 == 0 else row % 2 == 0 for row in range(count)],
+        }
+    )
+    keys, values = (listed(column) for column in table.encode_rows(rows))
+    for begin in range(0, count, FEW_ROWS - 1):
+        some_keys, some_values = table.encode_rows(rows.slice(begin, FEW_ROWS - 1))
+        assert isinstance(some_keys, list)
+        assert some_keys == keys[begin : begin + FEW_ROWS - 1]
+        assert some_values == values[begin : begin + FEW_ROWS - 1]
+        assert table.encode_keys(rows.select(["s", "n"]).slice(begin, 2))[1] == keys[begin : begin + 2]
+
+
+def test_one_row_over_the_limit_is_refused_like_many() -> None:
+    table = Table(TableSchema("t", pa.schema([("k", pa.binary())]), pa.schema([("v", pa.binary())])))
+    longest = pa.table({"k": [b"k" * KEY_BYTES_MAX], "v": [b""]})
+    assert len(listed(table.encode_rows(longest)[0])[0]) == KEY_BYTES_MAX + 5
+    with pytest.raises(TooLarge, match="row 1: the key"):
+        table.encode_rows(pa.table({"k": [b"", b"k" * (KEY_BYTES_MAX + 1)], "v": [b"", b""]}))
+    with pytest.raises(TooLarge, match="row 0: the value"):
+        table.encode_rows(pa.table({"k": [b"k"], "v": [bytes(VALUE_BYTES_MAX)]}))

@@ -1,0 +1,157 @@
+"""The parts of ``perf.compare``, ``perf.growth`` and ``perf.write_amplification`` that count, read and draw."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as csv
+import pyarrow.parquet as pq
+import pytest
+
+from perf import compare, compare_pictures, growth, pictures
+from perf.compare_peer import Peer, PeerFailed
+from perf.compare_systems import Run, correct
+from perf.flink import last_changes
+from perf.growth_load import INPUT_BYTES_PER_S, Load, extrapolated
+from perf.keyed_rows import KeyedRows
+from perf.progress import Buckets
+from perf.workload import RESULT_SCHEMA, SCHEMA, Workload, oracle
+from perf.workload_files import in_turn, write_forms
+from shuffle.errors import ShuffleError
+
+WORKLOAD = Workload(with_user_share=1.0, users=50)
+
+
+def test_every_form_of_the_input_holds_the_same_rows(tmp_path: Path) -> None:
+    given = write_forms(tmp_path, WORKLOAD, 1000, 2, 100, 300, True)
+    rows = pa.concat_tables(batch for _, batch in in_turn(WORKLOAD, 1000, 2, 100))
+    assert given.size_bytes == pytest.approx(rows.nbytes, rel=0.05)
+    assert len(list(given.parquet.iterdir())) == len(list(given.csv.iterdir())) == 4
+    columns = [field.name for field in SCHEMA]
+    types = {**{name: pa.string() for name in columns}, "timestamp": pa.int64()}
+    lines = [
+        csv.read_csv(
+            path, csv.ReadOptions(column_names=columns), convert_options=csv.ConvertOptions(column_types=types)
+        )
+        for path in sorted(given.csv.iterdir())
+    ]
+    for found in (pq.read_table(given.parquet), pa.concat_tables(lines).cast(SCHEMA)):
+        assert found.equals(rows)
+    correct(given.expected, oracle([rows]), "the oracle")
+
+
+def test_a_wrong_result_does_not_count() -> None:
+    expected = oracle([WORKLOAD.rows(0, 100)])
+    with pytest.raises(ShuffleError, match=r"the result of Spark is wrong.*lost=\d+ duplicated=0"):
+        correct(expected, expected.slice(1), "Spark")
+
+
+def test_last_printed_change_of_a_key_is_its_result(tmp_path: Path) -> None:
+    printed = tmp_path / "printed"
+    printed.write_text(
+        "1> +I[root, cluster-01, 5, 1]\n2> +I[cron, cluster-00, 7, 2]\n1> -U[root, cluster-01, 5, 1]\n"
+        "1> +U[root, cluster-01, 9, 3]\n2> -D[cron, cluster-00, 7, 2]\n"
+    )
+    found = last_changes(printed)
+    assert found.schema == RESULT_SCHEMA
+    assert found.to_pydict()["user"] == ["root"]
+    assert found.to_pydict()["count"] == [3]
+    assert found["last_access"].cast(pa.int64()).to_pylist() == [9]
+
+
+def test_rows_are_committed_only_when_their_own_reducer_says_so() -> None:
+    buckets = Buckets(2, 3, ["key"])
+    batches = [(mapper, KeyedRows(1, 100).rows(0, 500, mapper)) for mapper in range(2)]
+    for mapper, batch in batches:
+        buckets.add(mapper, batch)
+    buckets.close()
+
+    def row(reducer: int, *last: int) -> dict[str, object]:
+        return {"reducer_index": reducer, "committed_row_indices": np.array(last, dtype="<i8").tobytes()}
+
+    assert buckets.rows == 1000
+    one = buckets.committed(pa.Table.from_pylist([row(0, 499, -1)]))
+    assert 0 < one < 500
+    assert buckets.committed(pa.Table.from_pylist([row(reducer, 499, 499) for reducer in range(3)])) == 1000
+
+
+def run_of(mb_per_s: float, cpu_s_per_gb: float) -> Run:
+    return Run(1_000_000, 100 / mb_per_s, cpu_s_per_gb / 10, 10**8, 10**6, 10**8, 100.0, 1.0)
+
+
+def test_bars_are_ratios_of_medians_of_the_systems_there_were(tmp_path: Path) -> None:
+    runs: compare.Runs = {
+        (compare.COUNT, compare.OURS): [run_of(300, 5), run_of(100, 10), run_of(200, 6)],
+        (compare.COUNT, compare.SPARK): [run_of(50, 30), run_of(40, 24), run_of(20, 20)],
+    }
+    assert compare.bars(runs) == pytest.approx({"count_vs_spark": 5.0, "cpu_vs_spark": 0.25})
+    cold = {key: of[0] for key, of in runs.items()}
+    found = compare.summary(runs, cold)
+    assert compare.table(found).row_count == 2
+    drawn = pictures.draw({"kind": "compare", "systems": found}, tmp_path)
+    assert [path.name for path in drawn] == ["compare-count.svg"]
+
+
+def cost_of(axis: str, value: int, store_s: float) -> growth.Cost:
+    cpu_s = {"store": store_s, "mapper": 1.0, "reducer": 1.0}
+    memory = {"store": 1e8, "mapper": 1e8, "reducer": 1e8}
+    return growth.Cost(growth.Point(axis, value), 1_000_000, 10**8, 10**6, 1.0, cpu_s, 10, memory, 1000)
+
+
+def test_growth_names_the_role_that_bends_the_curve(tmp_path: Path) -> None:
+    costs = [cost_of("keys", 1000, 0.5), cost_of("keys", 10_000_000, 3.0)]
+    assert growth.bends(costs).startswith("the store: 100% of what 10,000,000 costs more than 1,000")
+    assert growth.bends(costs[:1] * 2) == "flat"
+    series = {"kind": "growth", "curves": {"keys": [cost.as_details() for cost in costs]}}
+    assert [path.name for path in pictures.draw(series, tmp_path)] == ["growth.svg"]
+
+
+def test_extrapolation_is_in_proportion_to_the_input() -> None:
+    cpu_s = {"store": 0.1, "mapper": 0.9, "reducer": 0.5}
+    memory = {"store": 1e8, "mapper": 1e8, "reducer": 2e8}
+    load = Load(int(INPUT_BYTES_PER_S / 10), 3_000_000, 300_000, cpu_s, memory, 3, 1_000_000)
+    found = extrapolated(load)
+    assert found["cores"] == pytest.approx(15)
+    assert found["cores_of_one_mapper"] == pytest.approx(0.02)
+    assert found["network_shuffle_mb_per_s"] == pytest.approx(350)
+    assert found["memory_gb"] == pytest.approx(45 + 2 + 0.1)
+
+
+def test_picture_of_write_amplification_names_what_for(tmp_path: Path) -> None:
+    kinds = {"log": 3.0, "log_pages": 1.0, "flush": 0.0}
+    scenario = {"bytes_per_byte": 0.04, "written_mb": 4.0, "kinds_mb": kinds}
+    series = {"kind": "write_amplification", "scenarios": {"no state": scenario}}
+    (path,) = pictures.draw(series, tmp_path)
+    assert "log 75%, log pages 25%" in path.read_text()
+    assert compare_pictures.draw_and_tell is pictures.draw_and_tell
+
+
+ECHO = """
+import sys
+from perf.compare_peer import serve
+def handler(request):
+    print("to the log, not to the replies")
+    if request["job"] == "fail":
+        raise ValueError("cannot do that")
+    return {"done": request["job"]}
+sys.exit(serve(handler))
+"""
+
+
+def test_peer_answers_goes_on_after_an_error_and_ends_with_its_input(tmp_path: Path) -> None:
+    root = str(Path(__file__).resolve().parent.parent.parent)
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    peer = Peer("echo", [sys.executable, "-c", ECHO], tmp_path, {"PYTHONPATH": path})
+    try:
+        with pytest.raises(PeerFailed, match="echo: ValueError: cannot do that"):
+            peer.ask(30, job="fail")
+        assert peer.ask(30, job="count") == {"done": "count"}
+        assert "to the log" in peer.log_tail()
+    finally:
+        peer.close()
+    with pytest.raises(PeerFailed, match="has ended"):
+        peer.ask(30, job="count")

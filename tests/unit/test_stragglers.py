@@ -1,0 +1,142 @@
+"""Who is a straggler, and what a mapper spills for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from mapper.core import MappedBatch, MapperCore
+from mapper.mapping import cut
+from mapper.spill import SpillEnd, encode
+from mapper.stragglers import STANDING_AGES, Stragglers
+from shuffle.config import SpillSpec
+from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
+from shuffle.messages import GetRows
+
+AGE_MS = 100
+SCHEMA = pa.schema([("v", pa.string())])
+
+
+def run(positions: list[list[int]], share: float = 0.5, step_ms: int = 50) -> list[set[int]]:
+    one = Stragglers(len(positions[0]), share, AGE_MS)
+    found = []
+    for number, now in enumerate(positions):
+        one.tick(number * step_ms, now, [False] * len(now))
+        found.append(set(one.current))
+    return found
+
+
+def test_one_that_stands_still_is_a_straggler_after_the_age() -> None:
+    late = run([[10 * step, 10 * step, 10 * step, 0] for step in range(6)])
+    assert late == [set(), set(), set(), {3}, {3}, {3}]
+
+
+def test_the_last_of_many_to_commit_is_none() -> None:
+    assert not any(run([[10 * step + 3, 10 * step + 2, 10 * step] for step in range(20)]))
+
+
+def test_one_at_a_tenth_of_the_pace_is_a_straggler() -> None:
+    assert run([[100 * step, 100 * step, 10 * step] for step in range(10)])[-1] == {2}
+
+
+def test_all_away_means_that_nobody_is() -> None:
+    ticks = STANDING_AGES * AGE_MS // 50 + 10
+    assert not run([[5, 7, 9, 9]] * ticks)[-1]
+
+
+def test_most_away_means_that_nobody_is() -> None:
+    assert not run([[10 * step, 0, 0, 0] for step in range(40)])[-1]
+
+
+def test_single_reducer_is_never_a_straggler() -> None:
+    assert not any(run([[0]] * 20))
+
+
+def core_with(spec: SpillSpec | None, memory_bytes: int = 20_000) -> MapperCore:
+    return MapperCore(Guid("g"), MapperIndex(0), 3, memory_bytes, spec)
+
+
+def ingest(core: MapperCore, reducers: list[int]) -> None:
+    table = pa.table([pa.array(["x" * 500] * len(reducers))], schema=SCHEMA)
+    parts = cut(table, np.array(reducers, np.int64), 3)
+    core.ingest(core.persisted, 1, Token(b"t%d" % core.next_input_index), MappedBatch(SCHEMA, len(reducers), parts))
+
+
+def fetch(core: MapperCore, reducer: int, committed: int, cursor: int | None = None) -> int:
+    """The index of the last row that was served."""
+    at = committed if cursor is None else cursor
+    request = GetRows(Guid("g"), ReducerIndex(reducer), ShuffleIndex(committed), ShuffleIndex(at), 100, 1 << 20)
+    served = core.get_rows(request)
+    return served[-1].last_row_index if served else at
+
+
+def outage(core: MapperCore, entries: int = 8) -> None:
+    """Reducer 2 stays away while the others commit all they get."""
+    for number in range(entries):
+        ingest(core, [0, 1, 2])
+        for reducer in (0, 1):
+            fetch(core, reducer, fetch(core, reducer, 3 * (number - 1) + reducer if number else -1))
+        core.tick(number * 50)
+
+
+SPEC = SpillSpec(reducers_done_share=0.5, age_ms=AGE_MS, memory_share=0.3)
+
+
+def test_rows_of_a_straggler_are_planned_for_the_spill_and_leave_the_window() -> None:
+    core = core_with(SPEC)
+    outage(core)
+    plan = core.trim_plan()
+    assert plan is not None
+    assert set(plan.spill) == {2}
+    spilled = [int(index) for part in plan.spill[ReducerIndex(2)] for index in part.row_indexes]
+    assert spilled == [3 * number + 2 for number in range(7)], "all but the last entry"
+    assert plan.state.shuffle_unread_row_index == 21
+    _, end = encode(plan.spill[ReducerIndex(2)], SpillEnd(), ShuffleIndex(-1), "none", 0)
+    before = core.nbytes
+    core.trimmed(plan.state)
+    core.spilled({ReducerIndex(2): end})
+    assert core.nbytes < before / 4
+    request = GetRows(Guid("g"), ReducerIndex(2), ShuffleIndex(-1), ShuffleIndex(-1), 100, 1 << 20)
+    assert core.get_rows(request) == [], "what is spilled comes first"
+    read = core.spill_read(request)
+    assert read is not None
+    assert (read.position, read.end) == (0, end.position)
+    assert fetch(core, 2, -1, cursor=20) == 23, "then what is in the window"
+
+
+def test_nothing_is_spilled_without_a_straggler() -> None:
+    core = core_with(SPEC)
+    for number in range(12):
+        ingest(core, [0, 1, 2] * 4)
+        for reducer in range(3):
+            fetch(core, reducer, 12 * (number - 1) + 9 + reducer if number else -1)
+        core.tick(number * 50)
+        assert not core.spilling.stragglers
+        plan = core.trim_plan()
+        assert plan is None or not plan.spill
+
+
+def test_nothing_is_spilled_while_there_is_memory() -> None:
+    core = core_with(SPEC, memory_bytes=1 << 20)
+    outage(core)
+    assert core.spilling.stragglers == {2}
+    plan = core.trim_plan()
+    assert plan is None or not plan.spill
+
+
+def test_nothing_is_spilled_where_the_spec_says_so() -> None:
+    core = core_with(SpillSpec(enabled=False, age_ms=AGE_MS, memory_share=0.3))
+    outage(core)
+    plan = core.trim_plan()
+    assert plan is None or not plan.spill
+
+
+def test_blocked_spill_is_tried_again_later() -> None:
+    core = core_with(SPEC)
+    outage(core)
+    core.spilling.block("DiskFull")
+    plan = core.trim_plan()
+    assert plan is None or not plan.spill
+    core.tick(100_000)
+    core.tick(100_050)
+    assert core.spilling.blocked is None

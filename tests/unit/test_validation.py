@@ -1,0 +1,94 @@
+"""Which commits an optimistic transaction conflicts with, and what is remembered to tell."""
+
+from __future__ import annotations
+
+import pytest
+
+from statestore.validation import ConflictHistory, KeyRange
+
+
+def history(*commits: list[bytes], keys_max: int = 1000) -> ConflictHistory:
+    """Commits of the versions 1, 2, … over an empty store."""
+    found = ConflictHistory(0, keys_max)
+    for version, keys in enumerate(commits, start=1):
+        found.record(version, keys)
+    return found
+
+
+def test_key_written_after_it_was_read_conflicts() -> None:
+    found = history([b"a"], [b"b"])
+    assert found.conflict(0, [b"a"], []) is not None
+    assert found.conflict(1, [b"a"], []) is None
+    assert found.conflict(1, [b"a", b"b"], []) is not None
+    assert found.conflict(0, [b"c"], []) is None
+
+
+def test_last_write_of_a_key_counts() -> None:
+    found = history([b"a"], [b"a"])
+    assert "version 2" in str(found.conflict(1, [b"a"], []))
+    assert found.conflict(2, [b"a"], []) is None
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "conflicts"),
+    [
+        (b"", None, True),
+        (b"b", b"b\0", True),
+        (b"b", b"c", True),
+        (b"b\0", b"d", False),
+        (b"a", b"b", False),
+        (b"e", None, False),
+        (b"d", None, True),
+    ],
+)
+def test_range_is_half_open(begin: bytes, end: bytes | None, conflicts: bool) -> None:
+    found = history([b"d", b"b"])
+    assert (found.conflict(0, [], [KeyRange(begin, end)]) is not None) == conflicts
+    assert found.conflict(1, [], [KeyRange(begin, end)]) is None
+
+
+def test_range_looks_at_later_commits_only() -> None:
+    found = history([b"a"], [b"z"], [b"a"])
+    everything = [KeyRange(b"a", b"b")]
+    assert "version 3" in str(found.conflict(1, [], everything))
+    assert found.conflict(3, [], everything) is None
+
+
+def test_nothing_written_is_nothing_to_conflict_with() -> None:
+    found = ConflictHistory(7)
+    assert found.conflict(7, [b"a"], [KeyRange(b"", None)]) is None
+    assert "since version 7" in str(found.conflict(6, [b"a"], []))
+
+
+def test_commits_below_every_open_transaction_are_forgotten() -> None:
+    found = history([b"a"], [b"b"], [b"c"])
+    found.forget_before(2)
+    assert found.keys_count == 1
+    assert found.floor == 2
+    assert found.conflict(2, [b"c"], []) is not None
+    assert found.conflict(2, [b"a", b"b"], []) is None
+    assert found.conflict(1, [], []) is not None, "what it read can no longer be checked"
+
+
+def test_forgetting_keeps_newer_writes_of_the_same_key() -> None:
+    found = history([b"a"], [b"a"], [b"b"])
+    found.forget_before(1)
+    assert found.conflict(1, [b"a"], []) is not None
+    found.forget_before(3)
+    assert found.keys_count == 0
+    assert found.conflict(3, [b"a", b"b"], [KeyRange(b"", None)]) is None
+
+
+def test_memory_is_bounded_by_forgetting_the_oldest() -> None:
+    found = history([b"a", b"b"], [b"c"], [b"d"], keys_max=2)
+    assert found.keys_count == 2
+    assert found.floor == 1
+    assert found.conflict(1, [b"c"], []) is not None
+    assert "only remembered since version 1" in str(found.conflict(0, [b"z"], []))
+
+
+def test_commit_larger_than_the_bound_refuses_all_before_it() -> None:
+    found = history([b"a", b"b", b"c"], keys_max=2)
+    assert found.keys_count == 0
+    assert found.conflict(0, [b"z"], []) is not None
+    assert found.conflict(1, [b"a"], []) is None

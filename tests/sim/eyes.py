@@ -1,0 +1,138 @@
+"""Watching the product's rare branches, so that the marks can tell whether they ran. Nothing is changed by it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from mapper.core import MapperCore
+from reducer.core import ReducerCore
+from reducer.pipeline import Pipeline
+from reducer.reduce import ReduceStage
+from shuffle.errors import CommitConflict, DiskFull, RowsGone, ShuffleError, SplitBrain, StaleMapper
+from statestore.engine import Engine
+from statestore.leases import LeaseTable
+from tests.sim import kernel
+
+After = Callable[[Callable[[str], None], Any, tuple[Any, ...], Any, BaseException | None], None]
+"""(mark, self, arguments, result, error)."""
+
+
+def _watch(owner: type, name: str, after: After, before: Callable[..., Any] | None = None) -> None:
+    original = owner.__dict__[name]
+
+    @functools.wraps(original)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        world = kernel.maybe_world()
+        if world is None:
+            return original(self, *args, **kwargs)
+        seen = before(self, *args) if before is not None else None
+        try:
+            result = original(self, *args, **kwargs)
+        except ShuffleError as error:
+            after(world.mark, self, args, seen, error)
+            raise
+        after(world.mark, self, args, (seen, result), None)
+        return result
+
+    setattr(owner, name, watched)
+
+
+def install() -> None:
+    _watch_mapper()
+    _watch_reducer()
+    _watch_store()
+    importlib.import_module("tests.sim.eyes_spill").install(_watch)
+
+
+def _watch_mapper() -> None:
+    def observed(mark: Any, core: Any, args: Any, result: Any, error: Any) -> None:
+        if isinstance(error, SplitBrain):
+            mark("a mapper noticed another instance")
+        elif error is None and result[0] is not core.persisted:
+            mark("a trim whose answer was lost had happened")
+
+    _watch(MapperCore, "observe", observed, before=lambda core, state: core.persisted)
+
+    def served(mark: Any, core: Any, args: Any, result: Any, error: Any) -> None:
+        if isinstance(error, StaleMapper):
+            mark("a mapper refused a request for another instance")
+        elif isinstance(error, RowsGone):
+            mark("rows were gone")
+
+    _watch(MapperCore, "get_rows", served)
+
+    def mapped(mark: Any, core: Any, args: Any, result: Any, error: Any) -> None:
+        if error is None and result[1] is None:
+            mark("rows were mapped again that were committed already")
+
+    _watch(MapperCore, "_uncommitted_part", mapped)
+
+    def ingested(mark: Any, core: Any, args: Any, result: Any, error: Any) -> None:
+        if not core.wants_input:
+            mark("a window was full")
+
+    _watch(MapperCore, "ingest", ingested)
+
+    def planned(mark: Any, core: Any, args: Any, result: Any, error: Any) -> None:
+        if error is None and result[1] is not None and result[1].dead_letters is not None:
+            mark("a mapper set rows aside")
+
+    _watch(MapperCore, "trim_plan", planned)
+
+
+def _watch_reducer() -> None:
+    def settled(mark: Any, core: Any, args: Any, result: Any, error: Any) -> None:
+        if error is None:
+            mark(f"a commit was settled: {result[1].value}")
+
+    _watch(ReducerCore, "settle", settled)
+
+    def fetched(mark: Any, core: Any, args: Any, result: Any, error: Any) -> None:
+        if args and args[1] and args[0].epoch != core.epoch:
+            mark("an answer of an abandoned epoch had rows")
+
+    _watch(ReducerCore, "fetched", fetched)
+
+    def reconciled(mark: Any, pipeline: Any, args: Any, result: Any, error: Any) -> None:
+        if error is None and result[1] is not None:
+            mark("a reducer learned from a mapper that another instance is alive")
+
+    _watch(Pipeline, "reconcile", reconciled)
+
+    def letters(mark: Any, stage: Any, args: Any, result: Any, error: Any) -> None:
+        mark("a reducer set rows aside")
+
+    _watch(ReduceStage, "_dead_letters", letters)
+
+
+def _watch_store() -> None:
+    def prepared(mark: Any, engine: Any, args: Any, result: Any, error: Any) -> None:
+        if error is not None:
+            return
+        answers = result[1].answers
+        if len(answers) > 1:
+            mark("several commits in one group")
+        for answer in answers:
+            if isinstance(answer, CommitConflict):
+                mark("the store refused a commit that had read what changed")
+            elif isinstance(answer, DiskFull):
+                mark("the store refused a commit for want of room")
+
+    _watch(Engine, "prepare", prepared)
+
+    def persisted(mark: Any, engine: Any, args: Any, result: Any, error: Any) -> None:
+        if error is not None and not args[0].reached_rocks:
+            mark("a group failed before anything of it was written")
+        elif error is not None:
+            mark("a group failed, and nobody knows whether it is durable")
+
+    _watch(Engine, "persist", persisted)
+
+    def expired(mark: Any, leases: Any, args: Any, result: Any, error: Any) -> None:
+        if error is None and result[1]:
+            mark("a lease ran out")
+
+    _watch(LeaseTable, "expire", expired)

@@ -1,0 +1,154 @@
+"""Results of the product's pure functions, kept from one call to the next.
+
+A mapper looks up the same row with the same key before every batch, and thousands of runs go through the same few
+states: what is encoded and decoded is mostly what was before. These functions depend on their arguments alone, and
+Arrow data does not change, so a result can be handed out twice. Nothing here can be seen from inside a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+
+import mapper.ingest
+import mapper.state
+import mapper.trim
+import statestore.client
+from reducer.state import ReducerState
+from statestore.catalogue import QueueEntry, TableEntry
+from statestore.schema import QueueSchema, TableSchema
+from statestore.table import Table
+
+ENTRIES_MAX = 20_000
+"""Then everything is forgotten but the tables themselves."""
+
+_fixed: dict[Any, Any] = {}
+"""Schemas, codecs and keys: few, and never forgotten, so that what they are known by stays theirs."""
+_kept: dict[Any, tuple[Any, Any]] = {}
+"""By function and arguments: the result, and the arguments that are known by their address, which keeps it theirs."""
+_known: dict[int, Any] = {}
+"""Rows that were made or found here, by their address."""
+
+
+def fixed(function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)`` of arguments that have few values."""
+    at = (function, *arguments)
+    found = _fixed.get(at)
+    if found is None:
+        found = _fixed[at] = function(*arguments)
+    return found
+
+
+def fixed_rows(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The same for rows, which the functions below then know."""
+    found = fixed(function, *arguments)
+    _known[id(found)] = found
+    return found
+
+
+def _remember(at: Any, result: Any, arguments: Any, rows: Any = None) -> Any:
+    if len(_kept) >= ENTRIES_MAX:
+        _kept.clear()
+        _known.clear()
+    _kept[at] = result, arguments
+    if rows is not None:
+        _known[id(rows)] = rows
+    return result
+
+
+def install() -> None:
+    _remember_schemas()
+    _remember_tables()
+    _remember_states()
+
+
+def _remember_schemas() -> None:
+    for owner in (TableSchema, QueueSchema):
+        parse = owner.from_json
+        owner.from_json = staticmethod(lambda text, parse=parse: fixed(parse, text))  # type: ignore[method-assign]
+    for entry in (TableEntry, QueueEntry):
+        make = entry.of
+        entry.of = staticmethod(  # type: ignore[method-assign]
+            lambda schema, make=make: _of_schema(make, schema)
+        )
+    client: Any = statestore.client
+    client.Table = lambda schema: _of_schema(Table, schema)
+
+
+def _of_schema(make: Callable[[Any], Any], schema: Any) -> Any:
+    """By its address, because a schema has no hash; the entry keeps the schema, and so the address."""
+    at = (make, id(schema))
+    found = _fixed.get(at)
+    if found is None:
+        found = _fixed[at] = schema, make(schema)
+    return found[1]
+
+
+def _remember_tables() -> None:
+    encode_keys, encode_rows, found_rows = Table.encode_keys, Table.encode_rows, Table.found_rows
+
+    def keys_encoded(self: Table, keys: Any) -> Any:
+        if id(keys) not in _known:
+            return encode_keys(self, keys)
+        at = (encode_keys, id(self), id(keys))
+        found = _kept.get(at)
+        if found is not None:
+            return found[0]
+        result = encode_keys(self, keys)
+        return _remember(at, result, (self, keys), rows=result[0])
+
+    def rows_encoded(self: Table, rows: Any) -> Any:
+        if id(rows) not in _known:
+            return encode_rows(self, rows)
+        at = (encode_rows, id(self), id(rows))
+        found = _kept.get(at)
+        return found[0] if found is not None else _remember(at, encode_rows(self, rows), (self, rows))
+
+    def rows_found(self: Table, keys: pa.RecordBatch, values: Any) -> Any:
+        if id(keys) not in _known:
+            return found_rows(self, keys, values)
+        at = (found_rows, id(self), id(keys), *(values if isinstance(values, list) else values.to_pylist()))
+        found = _kept.get(at)
+        if found is not None:
+            return found[0]
+        result = found_rows(self, keys, values)
+        return _remember(at, result, (self, keys), rows=result)
+
+    Table.encode_keys, Table.encode_rows, Table.found_rows = keys_encoded, rows_encoded, rows_found  # type: ignore[method-assign]
+
+
+def _remember_states() -> None:
+    mapper_key, mapper_rows, mapper_parse = (
+        mapper.state.key_rows,
+        mapper.state.state_rows,
+        mapper.state.state_from_rows,
+    )
+    reducer_key, reducer_rows, reducer_parse = ReducerState.key, ReducerState.to_row, ReducerState.from_rows
+
+    def rows_of(make: Callable[..., Any], *arguments: Any) -> Any:
+        at = (make, *arguments)
+        found = _kept.get(at)
+        if found is not None:
+            return found[0]
+        result = make(*arguments)
+        return _remember(at, result, None, rows=result)
+
+    def parsed(parse: Callable[..., Any], rows: Any, *arguments: Any) -> Any:
+        if id(rows) not in _known:
+            return parse(rows, *arguments)
+        at = (parse, id(rows), *arguments)
+        found = _kept.get(at)
+        return found[0] if found is not None else _remember(at, parse(rows, *arguments), rows)
+
+    states: Any = mapper.state
+    states.key_rows = lambda index: rows_of(mapper_key, index)
+    states.state_from_rows = lambda rows: parsed(mapper_parse, rows)
+    users: tuple[Any, ...] = (mapper.state, mapper.ingest, mapper.trim)
+    for module in users:
+        module.state_rows = lambda index, state: rows_of(mapper_rows, index, state)
+    reducers: Any = ReducerState
+    reducers.key = staticmethod(lambda index: rows_of(reducer_key, index))
+    reducers.to_row = lambda state, index: rows_of(reducer_rows, state, index)
+    reducers.from_rows = staticmethod(lambda rows, count: parsed(reducer_parse, rows, count))

@@ -1,0 +1,78 @@
+"""Planted bugs: each is a mistake somebody could make, put in from outside, and must be found within 1,000 seeds.
+
+The product has no switches for them. ``planted`` replaces attributes of its classes for the length of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.sim import mutants_mapper, mutants_reducer, mutants_spill, mutants_store, stragglers
+
+SEEDS_MAX = 1_000
+
+Patch = Callable[[Any, str, Any], None]
+Mutant = Callable[[Patch], None]
+
+
+def _collect() -> dict[str, Mutant]:
+    made: dict[str, Mutant] = {}
+    for module in (mutants_reducer, mutants_mapper, mutants_store, mutants_spill):
+        for name, value in vars(module).items():
+            if callable(value) and getattr(value, "__module__", "") == module.__name__ and not name.startswith("_"):
+                made[name] = value
+    return made
+
+
+MUTANTS = _collect()
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """The product with one bug in it."""
+    undo: list[tuple[Any, str, Any]] = []
+
+    def patch(owner: Any, attribute: str, replacement: Any) -> None:
+        undo.append((owner, attribute, owner.__dict__[attribute]))
+        setattr(owner, attribute, replacement)
+
+    MUTANTS[name](patch)
+    try:
+        yield
+    finally:
+        for owner, attribute, original in reversed(undo):
+            setattr(owner, attribute, original)
+
+
+def hunt(name: str) -> tuple[str, int | None, str, float]:
+    """(the bug, the first seed that finds it or None, what was found, seconds)."""
+    from tests.sim.cli import run_seed
+
+    begin_s = time.monotonic()
+    of_spill = getattr(MUTANTS[name], "__module__", "") == mutants_spill.__name__
+    stragglers.use_profile(stragglers.PROFILE if of_spill else None)
+    for seed in range(SEEDS_MAX):
+        result = run_seed((seed, name))
+        if result.violations:
+            return name, seed, result.violations[0].splitlines()[0], time.monotonic() - begin_s
+    return name, None, "", time.monotonic() - begin_s
+
+
+def main(options: argparse.Namespace) -> int:
+    from tests.sim.cli import spread
+
+    names = options.mutant.split(",") if options.mutant else sorted(MUTANTS)
+    if options.profile and not options.mutant:
+        names = [name for name in names if getattr(MUTANTS[name], "__module__", "") == mutants_spill.__name__]
+    found = 0
+    width = max(map(len, names))
+    for name, seed, what, seconds in spread(options.jobs, hunt, iter(names)):
+        found += seed is not None
+        told = f"{seed + 1:4d} seeds  {what[:110]}" if seed is not None else f"not found in {SEEDS_MAX} seeds"
+        print(f"{name:{width}}  {seconds:5.1f} s  {told}", flush=True)
+    print(f"{found}/{len(names)} found")
+    return 0 if found == len(names) else 1

@@ -1,0 +1,107 @@
+"""The product, loaded a second time with the simulated world in place of threads, clocks, chance and Flight.
+
+First everything is imported as it is, so that the libraries it uses get the real modules. Then the product's own
+modules are dropped and imported again while the names they ask for lead to ``shims`` and to ``flight``. This is done
+once, in a process that does nothing else: the command line and the tests start one.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import sys
+from types import ModuleType
+from typing import Any
+
+PACKAGES = ("shuffle", "mapper", "reducer", "statestore")
+
+MODULES = (
+    "shuffle.config",
+    "shuffle.discovery",
+    "shuffle.library",
+    "shuffle.metrics",
+    "shuffle.partition",
+    "shuffle.poison",
+    "shuffle.preflight",
+    "shuffle.spec_file",
+    "mapper.daemon",
+    "mapper.folder",
+    "reducer.daemon",
+    "statestore.client",
+    "statestore.local",
+    "statestore.held",
+)
+
+_installed = False
+
+
+class _NoMetric:
+    def __call__(self, *labels: Any) -> _NoMetric:
+        return self
+
+    def inc(self, amount: float = 1) -> None: ...
+
+    def set(self, value: float) -> None: ...
+
+    def observe(self, value: float) -> None: ...
+
+
+class NoMetrics:
+    """Counting costs more than the simulation itself."""
+
+    _metric = _NoMetric()
+
+    def __init__(self, *args: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> _NoMetric:
+        return self._metric
+
+
+def is_product(name: str) -> bool:
+    # The generated messages register themselves in a pool of the process, once.
+    return name.partition(".")[0] in PACKAGES and not name.startswith("statestore.proto")
+
+
+def install() -> None:
+    """Load the product into the simulated world; afterwards plain imports find it there."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    logging.getLogger("shuffle-service").setLevel(logging.CRITICAL + 1)
+    for name in MODULES:
+        importlib.import_module(name)
+    for name in [name for name in sys.modules if is_product(name)]:
+        del sys.modules[name]
+    from tests.sim import shims
+
+    fakes: dict[str, ModuleType] = shims.modules()
+    kept = {name: sys.modules[name] for name in fakes}
+    sys.modules.update(fakes)
+    try:
+        # Flight's place is taken before anything can import it, both as a module and as the package's attribute.
+        package = importlib.import_module("shuffle")
+        transport = importlib.import_module("tests.sim.flight")
+        sys.modules["shuffle.flight"] = transport
+        package.flight = transport  # type: ignore[attr-defined]
+        for name in MODULES:
+            importlib.import_module(name)
+    finally:
+        sys.modules.update(kept)
+    _settle()
+    importlib.import_module("tests.sim.memo").install()
+    importlib.import_module("tests.sim.eyes").install()
+    gc.collect()
+    gc.freeze()  # What is loaded stays; looking through it after every few seeds would take longer than they do.
+
+
+def _settle() -> None:
+    """Constants that are right for a real machine and would only make virtual time long."""
+    names = ("mapper.daemon", "reducer.daemon", "reducer.fetch", "reducer.stream")
+    mapper, reducer, fetch, stream = (sys.modules[name] for name in names)
+    vars(mapper).update(MapperMetrics=NoMetrics, DRAIN_S=2.0)
+    vars(reducer).update(ReducerMetrics=NoMetrics, _STOP_CHECK_S=1.0)
+    vars(fetch).update(ANSWER_S_MAX=1.0, LOCATE_S_MAX=0.5)
+    vars(stream).update(STREAM_S_MAX=0.5)
+    importlib.import_module("tests.sim.stragglers").settle(dict(sys.modules))

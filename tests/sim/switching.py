@@ -1,0 +1,72 @@
+"""Tasks that are switched by hand: exactly one runs, and it runs until it gives up its turn.
+
+With ``greenlet`` installed all of them share one thread. Without it each has a thread of its own that is let go only
+while it has the turn; the order of events is the same, a switch costs some fifty times more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+try:
+    import greenlet  # type: ignore[import-untyped,import-not-found,unused-ignore]
+except ImportError:
+    greenlet = None
+
+HAS_GREENLET = greenlet is not None
+
+
+class GreenletTurn:
+    """``resume`` lets the body run until it calls ``pause`` or ends."""
+
+    __slots__ = ("_greenlet", "_hub")
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        self._greenlet = greenlet.greenlet(body)
+        self._hub = None
+
+    def resume(self) -> None:
+        self._hub = greenlet.getcurrent()
+        # Tasks are started and resumed by the loop only, so the one that resumes is also the one to come back to.
+        self._greenlet.parent = self._hub
+        self._greenlet.switch()
+
+    def pause(self) -> None:
+        self._hub.switch()  # type: ignore[attr-defined]
+
+
+class ThreadTurn:
+    """The same with a thread and two locks."""
+
+    __slots__ = ("_body", "_mine", "_theirs", "_thread")
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        self._body = body
+        self._mine = threading.Lock()
+        self._theirs = threading.Lock()
+        self._mine.acquire()
+        self._theirs.acquire()
+        self._thread: threading.Thread | None = None
+
+    def resume(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        else:
+            self._mine.release()
+        self._theirs.acquire()
+
+    def pause(self) -> None:
+        self._theirs.release()
+        self._mine.acquire()
+
+    def _run(self) -> None:
+        try:
+            self._body()
+        finally:
+            self._theirs.release()
+
+
+def new_turn(body: Callable[[], None]) -> GreenletTurn | ThreadTurn:
+    return GreenletTurn(body) if HAS_GREENLET else ThreadTurn(body)

@@ -1,0 +1,87 @@
+"""What a system's processes use while it works: processor time, memory, bytes written.
+
+A ``Meter`` looks at whole process trees a few times a second, so that afterwards any part of the time can be asked
+about: the clock of a run starts with its first progress, which is known only when it has been seen.
+
+Memory is anonymous and shared memory (``RssAnon`` and ``RssShmem``), summed over the processes. Pages of mapped files
+are left out: they are the kernel's cache, which any reader of files has, and it gives them back when asked.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+
+import numpy as np
+
+from perf import report
+
+PERIOD_S = 0.1
+
+
+def private_bytes(pid: int) -> int:
+    """Memory that is this process's own; 0 when it is gone."""
+    return report.status_bytes(pid, "RssAnon") + report.status_bytes(pid, "RssShmem")
+
+
+def trees(roots: Iterable[int]) -> list[int]:
+    """The processes of several trees, each once."""
+    return list(dict.fromkeys(pid for root in roots for pid in report.process_tree(root)))
+
+
+class Meter:
+    """Samples the trees of ``roots`` until the block is left. ``roots`` is asked each time: some start later."""
+
+    def __init__(self, roots: Callable[[], Sequence[int]]) -> None:
+        self._roots = roots
+        self._times_s: list[float] = []
+        self._cpu_s: list[float] = []
+        self._memory_bytes: list[int] = []
+        self._written_before = 0
+        self._written_after: int | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="meter", daemon=True)
+
+    def __enter__(self) -> Meter:
+        self._written_before = report.tree_written_bytes(os.getpid())
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stopping.set()
+        self._thread.join()
+        self.stop_counting_bytes()
+
+    def _run(self) -> None:
+        while True:
+            pids = trees(self._roots())
+            self._times_s.append(time.time())
+            self._cpu_s.append(sum(report.cpu_seconds(pid) for pid in pids))
+            self._memory_bytes.append(sum(private_bytes(pid) for pid in pids))
+            if self._stopping.wait(PERIOD_S):
+                return
+
+    def stop_counting_bytes(self) -> None:
+        """What is written from now on, for instance to check the result, does not belong to the work."""
+        if self._written_after is None:
+            self._written_after = report.tree_written_bytes(os.getpid())
+
+    def cpu_between_s(self, begin_s: float, end_s: float) -> float:
+        """Processor time used between two times of the wall clock."""
+        # A process that ended takes its time with it unless its parent is in the tree: then the sum falls for good.
+        rising = np.maximum.accumulate(self._cpu_s)
+        first, last = np.interp([begin_s, end_s], self._times_s, rising)
+        return float(last - first)
+
+    @property
+    def memory_peak_bytes(self) -> int:
+        return max(self._memory_bytes)
+
+    @property
+    def written_bytes(self) -> int:
+        """By this process and everything it has started, from entry to exit."""
+        assert self._written_after is not None
+        return self._written_after - self._written_before

@@ -1,0 +1,143 @@
+"""Flink for ``perf.compare``: its own virtual environment, made when first needed, and what its job says of itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+
+from examples.local import PROJECT
+from perf.compare_peer import Peer
+from perf.workload import RESULT_SCHEMA
+
+PACKAGE = "apache-flink==2.3.0"
+HEAP = "-Xmx2g"
+INSTALL_TIMEOUT_S = 900
+ASK_TIMEOUT_S = 5.0
+POLL_S = 0.2
+JOB_TIMEOUT_S = 300.0
+
+
+class NoFlink(Exception):
+    """Flink cannot be had on this machine; says why."""
+
+
+def environment_folder() -> Path:
+    """Where Flink's environment is: SHUFFLE_FLINK, or a folder of what is built."""
+    return Path(os.environ.get("SHUFFLE_FLINK", PROJECT / "build" / "flink"))
+
+
+def installed() -> Path:
+    """The Python of an environment that has Flink in it, made if it is not there. Its packages contradict ours."""
+    folder = environment_folder()
+    python, stamp = folder / "bin" / "python", folder / ".installed"
+    if stamp.exists() and stamp.read_text() == PACKAGE:
+        return python
+    print(f"installing {PACKAGE} (some 800 MB) into {folder} …", file=sys.stderr)
+    try:
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True, capture_output=True)
+        command = [str(python), "-m", "pip", "install", "--quiet", PACKAGE]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+    except subprocess.CalledProcessError as error:
+        last = (str(error.stderr).strip().splitlines() or [str(error)])[-1]
+        raise NoFlink(f"{PACKAGE} cannot be installed: {last}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoFlink(f"{PACKAGE} cannot be installed: {error}") from None
+    stamp.write_text(PACKAGE)
+    return python
+
+
+class Flink:
+    """Flink's process, and its REST interface for progress."""
+
+    def __init__(self, python: Path, folder: Path, csv: Path) -> None:
+        self._port = _free_port()
+        self._folder = folder
+        command = [str(python), "-m", "perf.flink_job", str(folder), str(csv), str(self._port)]
+        self.peer = Peer("flink", command, folder, {"PYTHONPATH": str(PROJECT), "JVM_ARGS": HEAP})
+
+    def run(self, job: str) -> tuple[float, int, float]:
+        """Run a job: when rows were first seen to be read, how many, and when it had ended (times of the wall clock).
+
+        The end is that of the last checkpoint: only then is everything counted exactly once.
+        """
+        deadline_s = time.monotonic() + JOB_TIMEOUT_S
+        self.peer.send(job=job)
+        first: tuple[float, int] | None = None
+        while not self.peer.answered() and time.monotonic() < deadline_s:
+            rows = self._rows_read() if first is None else 0
+            if rows and first is None:
+                first = (time.time(), rows)
+            time.sleep(POLL_S)
+        end_s = float(self.peer.answer(1.0)["end_s"])
+        if first is None:
+            raise NoFlink("the job ended before it was seen to read: take more --rows")
+        return (*first, end_s)
+
+    def _rows_read(self) -> int:
+        """By the source, as far as is known; 0 while the cluster of the next job is not up yet."""
+        try:
+            for job in self._get("/jobs")["jobs"]:
+                vertices = self._get(f"/jobs/{job['id']}")["vertices"]
+                return max((vertex["metrics"]["read-records"] for vertex in vertices[:1]), default=0)
+        except (OSError, urllib.error.URLError, KeyError, ValueError):
+            pass
+        return 0
+
+    def _get(self, path: str) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=ASK_TIMEOUT_S) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+    def counted(self) -> pa.Table:
+        """What the last count came to, from everything it has printed."""
+        path = self._folder / "flink-printed.txt"
+        self.peer.ask(JOB_TIMEOUT_S, job="printed", to=str(path))
+        try:
+            return last_changes(path)
+        finally:
+            path.unlink()
+
+    def close(self) -> None:
+        self.peer.close()
+
+
+def last_changes(path: Path) -> pa.Table:
+    """The last change of each key among lines like ``2> +U[root, cluster-01, 1767225600142269, 7]``.
+
+    The changes of one key are printed in order, since they are all printed by one thread.
+    """
+    pattern = r"^(?:\d+> )?(?<change>\+I|\+U|-U|-D)\[(?<user>[^,]*), (?<cluster>[^,]*), (?<at>\d+), (?<count>\d+)\]$"
+    lines = pl.read_csv(path, has_header=False, new_columns=["line"], separator="\x01", quote_char=None)
+    rows = (
+        lines.select(pl.col("line").str.extract_groups(pattern).alias("row"))
+        .unnest("row")
+        .filter(pl.col("change") != "-U")
+        .group_by("user", "cluster", maintain_order=True)
+        .agg(pl.all().last())
+        .filter(pl.col("change") != "-D")
+        .select(
+            "user",
+            "cluster",
+            pl.col("at").cast(pl.Int64).cast(pl.Datetime("us")).alias("last_access"),
+            pl.col("count").cast(pl.Int64),
+        )
+    )
+    return rows.to_arrow().cast(RESULT_SCHEMA)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port

@@ -1,0 +1,283 @@
+"""How long does a row take from ``append`` acknowledged to the reducer's commit acknowledged?
+
+The activity job at a paced 1,000 rows/s, in appends of 10 rows to the partitions in turn: 100 appends a second. The
+producer notes when the store has acknowledged each append; the reducer notes when the store has acknowledged the commit
+that the rows were in. Both use the machine's monotonic clock, which all processes share. Every row is one measurement:
+those of one append may go to several reducers, and count by the commit they were in themselves.
+
+The floor is what cannot be saved, measured in the same run before and after the load: one synced append, two small
+Flight calls (the mapper's read of the queue, the reducer's GetRows) and one synced commit, one after the other.
+
+What the benchmark itself does takes its share of the processors too, so the rows are made before the clock starts.
+``cpu_ms_per_append`` says where the time of the processors went.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from examples.activity import CountByUser
+from examples.local import LocalSystem, workers
+from perf import raw_flight, report
+from perf.workload import SCHEMA, Workload
+from shuffle import flight
+from shuffle.api import WorkerSpec
+from shuffle.errors import ShuffleError
+from statestore import StateClient, Transaction
+
+PROCESSOR = "latency"
+QUEUE = "paced"
+APPEND_COLUMN = "append"
+INPUT_SCHEMA = SCHEMA.append(pa.field(APPEND_COLUMN, pa.int64()))
+"""Log lines, each with the number of the append it came in."""
+DRAIN_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
+WARM_S = 2.0
+FLOOR_ROUNDS = 200
+
+FLOOR_QUEUE, FLOOR_TABLE = "floor_queue", "floor_table"
+FLOOR_KEY = pa.schema([("name", pa.string())])
+FLOOR_VALUE = pa.schema([("value", pa.int64())])
+
+_RECORD = np.dtype([("append", "<i8"), ("rows", "<i8"), ("acknowledged_ns", "<i8")])
+
+
+class TimedCountByUser(CountByUser):
+    """The activity job's reducer, which also notes when the commit of each append's rows was acknowledged."""
+
+    def __init__(self, config: Mapping[str, Any], spec: WorkerSpec, state: StateClient) -> None:
+        super().__init__(config, spec, state)
+        path = Path(config["folder"]) / f"reducer-{spec.index}-{spec.guid}.bin"
+        self._notes = path.open("ab", buffering=0)
+
+    def reduce(self, rows: pa.Table) -> Transaction | None:
+        tx = super().reduce(rows)
+        assert tx is not None
+        commit = tx.commit
+
+        def timed_commit(*args: Any, **kwargs: Any) -> Any:
+            answer = commit(*args, **kwargs)
+            self._note(rows, time.monotonic_ns())
+            return answer
+
+        tx.commit = timed_commit  # type: ignore[method-assign]
+        return tx
+
+    def _note(self, rows: pa.Table, acknowledged_ns: int) -> None:
+        appends, counts = np.unique(rows[APPEND_COLUMN].to_numpy(), return_counts=True)
+        records = np.empty(len(appends), dtype=_RECORD)
+        records["append"], records["rows"], records["acknowledged_ns"] = appends, counts, acknowledged_ns
+        self._notes.write(records.tobytes())
+
+
+@dataclass(frozen=True)
+class Load:
+    """The paced input."""
+
+    rows_per_s: int
+    rows_per_append: int
+    partitions: int
+    seed: int
+
+    @property
+    def period_s(self) -> float:
+        return self.rows_per_append / self.rows_per_s
+
+
+def made_rows(load: Load, appends: int) -> list[pa.RecordBatch]:
+    """The rows of each append, with its number."""
+    rows = Workload(seed=load.seed, with_user_share=1.0).rows(0, appends * load.rows_per_append)
+    numbers = pa.array(np.repeat(np.arange(appends), load.rows_per_append), pa.int64())
+    rows = rows.append_column(INPUT_SCHEMA.field(APPEND_COLUMN), numbers).combine_chunks()
+    # Each in memory of its own, as a producer would have them, and not a slice that drags the others along.
+    return [
+        pa.concat_batches([rows.slice(begin, load.rows_per_append).to_batches()[0]])
+        for begin in range(0, rows.num_rows, load.rows_per_append)
+    ]
+
+
+def paced_appends(state: StateClient, load: Load, made: Sequence[pa.RecordBatch], first: int) -> dict[int, int]:
+    """Append at the set rate; gives for each append, numbered from ``first``, the time of its acknowledgement in ns."""
+    queue = state.queue(QUEUE)
+    acknowledged: dict[int, int] = {}
+    begin = time.monotonic()
+    for number, rows in enumerate(made):
+        time.sleep(max(0.0, begin + number * load.period_s - time.monotonic()))
+        queue.append((first + number) % load.partitions, rows)
+        acknowledged[first + number] = time.monotonic_ns()
+    return acknowledged
+
+
+def commits(folder: Path) -> np.ndarray[Any, Any]:
+    """The notes of all reducers: so many rows of this append were committed at this time."""
+    found = []
+    for path in sorted(folder.glob("reducer-*.bin")):
+        data = path.read_bytes()
+        found.append(np.frombuffer(data[: len(data) // _RECORD.itemsize * _RECORD.itemsize], dtype=_RECORD))
+    return np.concatenate(found) if found else np.empty(0, dtype=_RECORD)
+
+
+def row_latencies_ms(notes: np.ndarray[Any, Any], acknowledged: Mapping[int, int]) -> list[float]:
+    """One number for each row of the appends that were acknowledged then."""
+    first, last = min(acknowledged), max(acknowledged)
+    notes = notes[(notes["append"] >= first) & (notes["append"] <= last)]
+    appended_ns = np.array([acknowledged[append] for append in notes["append"].tolist()])
+    took_ms: list[float] = np.repeat((notes["acknowledged_ns"] - appended_ns) / 1e6, notes["rows"]).tolist()
+    return took_ms
+
+
+def cpu_by_role(system: LocalSystem, controller_pid: int) -> dict[str, float]:
+    """Seconds of processor time so far, of each role's processes together."""
+    found = {"producer": time.process_time(), "store": report.cpu_seconds(system.store_pid)}
+    for role in ("mapper", "reducer"):
+        found[role] = sum(report.cpu_seconds(pid) for pid in workers(controller_pid, role).values())
+    return found
+
+
+def wait_until(
+    done: Any, timeout_s: float, what: str, system: LocalSystem, controller: subprocess.Popen[bytes]
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        if controller.poll() is not None:
+            raise ShuffleError(f"the run ended with {controller.returncode}:\n{system.log_tail(PROCESSOR, 30)}")
+        if time.monotonic() > deadline:
+            raise ShuffleError(f"{what} took more than {timeout_s:.0f} s:\n{system.log_tail(PROCESSOR)}")
+        time.sleep(0.05)
+
+
+def floor_ms(state: StateClient, load: Load) -> dict[str, list[float]]:
+    """Each part of the floor, round by round."""
+    workload = Workload(seed=load.seed, with_user_share=1.0)
+    state.create_queue(FLOOR_QUEUE, schema=SCHEMA, partitions=1, if_not_exists=True)
+    state.create_table(FLOOR_TABLE, key=FLOOR_KEY, value=FLOOR_VALUE, if_not_exists=True)
+    queue = state.queue(FLOOR_QUEUE)
+    rows = workload.rows(0, load.rows_per_append)
+    parts: dict[str, list[float]] = {"append": [], "flight": [], "commit": []}
+    stream = raw_flight.Stream(workload, 0, load.rows_per_append, load.rows_per_append, 1)
+    with raw_flight.servers([stream]) as (address,):
+        client = flight.connect(address)
+        for number in range(FLOOR_ROUNDS + 20):
+            times = [time.monotonic()]
+            queue.append(0, rows)
+            times.append(time.monotonic())
+            raw_flight.get(client, 0)
+            raw_flight.get(client, 0)
+            times.append(time.monotonic())
+            with state.transaction() as tx:
+                tx.write(FLOOR_TABLE, pa.table({"name": ["floor"], "value": pa.array([number], pa.int64())}))
+                tx.commit()
+            times.append(time.monotonic())
+            if number >= 20:  # the first rounds warm up connections
+                for name, took in zip(parts, np.diff(times), strict=True):
+                    parts[name].append(float(took) * 1000)
+    return parts
+
+
+@dataclass
+class Measured:
+    """What a run found."""
+
+    latencies_ms: list[float]
+    floor_ms: dict[str, list[float]]
+    commits: int
+    """Commits of all reducers during the measured time."""
+    cpu_ms_per_append: dict[str, float]
+
+
+def measure(folder: Path, load: Load, reducers: int, seconds: float) -> Measured:
+    warm_count, count = int(WARM_S / load.period_s), int(seconds / load.period_s)
+    made = made_rows(load, 2 * warm_count + count)
+    with LocalSystem(folder) as system, system.connect() as state:
+        state.create_queue(QUEUE, schema=INPUT_SCHEMA, partitions=load.partitions)
+        floor = floor_ms(state, load)
+        spec = {
+            "processor": PROCESSOR,
+            "input": {"queue": QUEUE},
+            "mapper": {"class": "examples.activity:ParseLogs"},
+            "reducer": {
+                "class": "perf.latency:TimedCountByUser",
+                "count": reducers,
+                "config": {"folder": str(folder)},
+            },
+            "metrics": False,
+        }
+        controller = system.run(system.write_spec(spec))
+
+        def all_committed(appends: int) -> bool:
+            return int(commits(folder)["rows"].sum()) >= appends * load.rows_per_append
+
+        paced_appends(state, load, made[:warm_count], 0)
+        wait_until(lambda: all_committed(warm_count), START_TIMEOUT_S, "start-up", system, controller)
+        paced_appends(state, load, made[warm_count : 2 * warm_count], warm_count)
+        first = 2 * warm_count
+        before = cpu_by_role(system, controller.pid)
+        acknowledged = paced_appends(state, load, made[first:], first)
+        after = cpu_by_role(system, controller.pid)
+        wait_until(lambda: all_committed(len(made)), DRAIN_TIMEOUT_S, "draining", system, controller)
+        controller.terminate()
+        controller.wait(DRAIN_TIMEOUT_S)
+        notes = commits(folder)
+        floor_after = floor_ms(state, load)
+    latencies = row_latencies_ms(notes, acknowledged)
+    if len(latencies) != count * load.rows_per_append:
+        raise ShuffleError(f"{count * load.rows_per_append} rows were appended and {len(latencies)} measured")
+    return Measured(
+        latencies,
+        {name: times + floor_after[name] for name, times in floor.items()},
+        len(np.unique(notes[notes["append"] >= first]["acknowledged_ns"])),
+        {role: (after[role] - before[role]) * 1000 / count for role in before},
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = report.parser("latency", "From append acknowledged to reducer commit acknowledged, at a paced rate.")
+    parser.add_argument("--rows-per-s", type=int, default=1000)
+    parser.add_argument("--rows-per-append", type=int, default=10)
+    parser.add_argument("--mappers", type=int, default=2)
+    parser.add_argument("--reducers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args(argv)
+    load = Load(args.rows_per_s, args.rows_per_append, args.mappers, args.seed)
+    folder = Path(tempfile.mkdtemp(prefix="shuffle-perf-"))
+    try:
+        measured = measure(folder, load, args.reducers, args.seconds)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    found = report.percentiles(measured.latencies_ms)
+    floor = measured.floor_ms
+    floor_p50 = report.median(np.sum([floor["append"], floor["flight"], floor["commit"]], axis=0))
+    bars = {"p50_over_floor": found["p50"] / floor_p50, "p99_ms": found["p99"]}
+    details = {
+        "p50_ms": found["p50"],
+        "p90_ms": found["p90"],
+        "max_ms": max(measured.latencies_ms),
+        "floor_p50_ms": floor_p50,
+        "floor_parts_p50_ms": {name: report.median(times) for name, times in floor.items()},
+        "rows_per_s": args.rows_per_s,
+        "rows_per_append": args.rows_per_append,
+        "rows": len(measured.latencies_ms),
+        "commits": measured.commits,
+        "cpu_ms_per_append": measured.cpu_ms_per_append,
+        "mappers": args.mappers,
+        "reducers": args.reducers,
+    }
+    limits = {"p50_over_floor": "<= 3", "p99_ms": "<= 50"}
+    report.publish("latency: append acknowledged to commit acknowledged", bars, details, args.json, limits)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(report.told(main))

@@ -1,0 +1,159 @@
+"""Runs a processor over a queue that is full already, and watches from outside how far it has got.
+
+The clock of a run starts with the first commit that is seen and stops with the last, so that the start of processes is
+not in it; nor are the rows that were committed when it started.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from examples.local import LocalSystem
+from shuffle import hash_partition
+from shuffle.errors import ShuffleError
+from statestore import StateClient
+
+POLL_S = 0.02
+RUN_TIMEOUT_S = 300.0
+
+
+class Buckets:
+    """For each mapper and reducer the shuffle indexes of the rows between them: says how many rows are committed.
+
+    This is computed apart from the system, so a run that ends with all of them committed has sent every row to the
+    reducer that its key belongs to, and none twice.
+    """
+
+    def __init__(self, mappers: int, reducers: int, key: Sequence[str]) -> None:
+        self._reducers = reducers
+        self._key = list(key)
+        self._parts: dict[tuple[int, int], list[Any]] = {}
+        self._ends = [0] * mappers
+        self._indexes: dict[tuple[int, int], Any] = {}
+
+    def add(self, mapper: int, batch: pa.Table) -> None:
+        """Rows that this mapper will give shuffle indexes to, in this order."""
+        indexes = hash_partition(batch, by=self._key, reducers=self._reducers).partition_indexes
+        for reducer in range(self._reducers):
+            found = np.flatnonzero(indexes == reducer) + self._ends[mapper]
+            self._parts.setdefault((mapper, reducer), []).append(found)
+        self._ends[mapper] += batch.num_rows
+
+    def close(self) -> Buckets:
+        self._indexes = {pair: np.concatenate(parts) for pair, parts in self._parts.items()}
+        self._parts = {}
+        return self
+
+    @property
+    def rows(self) -> int:
+        return sum(self._ends)
+
+    def committed(self, table: pa.Table) -> int:
+        """Rows committed according to the reducers' table."""
+        total = 0
+        for row in table.to_pylist():
+            last = np.frombuffer(row["committed_row_indices"], dtype="<i8")
+            for mapper, index in enumerate(last):
+                indexes = self._indexes.get((mapper, row["reducer_index"]))
+                total += 0 if indexes is None else int(np.searchsorted(indexes, index, side="right"))
+        return total
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One run of a processor. Times are of the wall clock."""
+
+    started_s: float
+    begin_s: float
+    """When a commit was first seen."""
+    end_s: float
+    """When the last one was."""
+    rows: int
+    """Committed between the two."""
+    rows_first: int
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+    @property
+    def start_up_s(self) -> float:
+        return self.begin_s - self.started_s
+
+
+def watched(
+    system: LocalSystem,
+    state: StateClient,
+    spec: Mapping[str, Any],
+    buckets: Buckets,
+    on_start: Callable[[subprocess.Popen[bytes]], None] = lambda _controller: None,
+    on_first: Callable[[], None] = lambda: None,
+) -> Watched:
+    """Run ``spec`` until its input is drained, and every row of it committed. ``on_first`` is for the first commit."""
+    name = spec["processor"]
+    path = system.write_spec(spec)
+    started_s = time.time()
+    controller = system.run(path, "--until-drained", "--no-check")
+    on_start(controller)
+    first: tuple[float, int] | None = None
+    last: tuple[float, int] = (started_s, 0)
+    while controller.poll() is None:
+        if time.time() - started_s > RUN_TIMEOUT_S:
+            raise ShuffleError(f"{name} is not drained after {RUN_TIMEOUT_S:.0f} s:\n{system.log_tail(name)}")
+        done = committed(state, name, buckets)
+        if done > last[1]:
+            last = (time.time(), done)
+            if first is None:
+                first = last
+                on_first()
+        time.sleep(POLL_S)
+    if controller.returncode != 0:
+        raise ShuffleError(f"{name} ended with {controller.returncode}:\n{system.log_tail(name, 30)}")
+    done = committed(state, name, buckets)
+    if done != buckets.rows:
+        raise ShuffleError(f"{name} drained with {done} of {buckets.rows} rows committed")
+    if first is None or last[1] == first[1]:
+        raise ShuffleError("everything was committed before the clock could start: take more rows")
+    return Watched(started_s, first[0], last[0], last[1] - first[1], first[1])
+
+
+def committed(state: StateClient, processor: str, buckets: Buckets) -> int:
+    try:
+        return buckets.committed(state.scan(f"{processor}/reducers").read_all())
+    except ShuffleError as error:
+        if error.code == "unknown_table":  # the controller has not created it yet
+            return 0
+        raise
+
+
+def fill_with(state: StateClient, queue: str, schema: pa.Schema, batches: Iterable[tuple[int, pa.Table]]) -> int:
+    """A new queue with these (partition, rows). Returns the bytes of the rows as Arrow data."""
+    held = list(batches)
+    state.create_queue(queue, schema=schema, partitions=1 + max(partition for partition, _ in held))
+    to = state.queue(queue)
+    for partition, batch in held:
+        to.append(partition, batch)
+    return sum(batch.nbytes for _, batch in held)
+
+
+def forget(state: StateClient, processor: str, queue: str, table: str = "") -> None:
+    """Drop what a finished run has left in the store, and empty the user's table.
+
+    That one is not dropped: a process that has seen it, such as a worker of Spark, would look for it in vain.
+    """
+    for found in state.tables():
+        if found.name.startswith(f"{processor}/"):
+            state.drop_table(found.name)
+        elif found.name == table:
+            keys = state.scan(table).read_all().select(found.key.names)
+            with state.transaction() as tx:
+                tx.delete(table, keys)
+                tx.commit()
+    state.drop_queue(queue)

@@ -1,0 +1,163 @@
+"""Spark Structured Streaming in a process of its own, for ``perf.compare``: alone, and with this project's reducers.
+
+Alone it reads Parquet, which it reads best: only the columns that a query needs are read, several rows at a time. Its
+state is kept by its RocksDB provider. Micro-batches are sized by the caller, to take about a second each.
+
+A count is checked by reading the query's state store back, through Spark's own reader of it: that is what the query
+has made durable. Of a repartition Spark itself counts the rows behind the shuffle.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.streaming.query import StreamingQuery
+
+from perf.compare_peer import serve
+from perf.workload import RESULT_SCHEMA
+from spark_connector.reduce import reduce_frame
+
+CORES = 2
+HEAP = "2g"
+QUERY_TIMEOUT_S = 300
+ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+KEY_COLUMNS = ["user", "cluster"]
+
+
+def session(folder: Path) -> SparkSession:
+    spark = (
+        SparkSession.builder.master(f"local[{CORES}]")
+        .appName("perf.compare")
+        .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.local.dir", str(folder / "spark"))
+        .config("spark.driver.memory", HEAP)
+        .config("spark.sql.shuffle.partitions", str(CORES))
+        .config("spark.sql.streaming.noDataMicroBatches.enabled", "false")
+        .config("spark.sql.streaming.stateStore.providerClass", ROCKSDB)
+        .getOrCreate()
+    )
+    spark.sparkContext.setLogLevel("ERROR")
+    return spark
+
+
+class Jobs:
+    """What this process can be asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._spark = session(folder)
+        self._queries = 0
+        self._checkpoint = folder
+
+    def __call__(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        job = {
+            "count": self.count,
+            "repartition": self.repartition,
+            "reduce_stream": self.reduce_stream,
+            "counted": self.counted,
+        }
+        return job[request["job"]](request)
+
+    def count(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Count and latest time of each user and cluster."""
+        counted = (
+            self._rows(request)
+            .groupBy(*KEY_COLUMNS)
+            .agg(F.max("timestamp").alias("last_access"), F.count("*").alias("count"))
+        )
+        return timed(finished(self._start(counted, "update")))
+
+    def counted(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Write what the last count has left in its state store to the file ``to``."""
+        state = self._spark.read.format("statestore").load(str(self._checkpoint))
+        latest, count = (f"value.{field.name}" for field in state.schema["value"].dataType.fields)  # type: ignore[attr-defined]
+        named = state.select("key.user", "key.cluster", F.col(latest).alias("last_access"), F.col(count).alias("count"))
+        table = named.toArrow()
+        pq.write_table(table.cast(RESULT_SCHEMA), request["to"])
+        return {"rows": table.num_rows}
+
+    def repartition(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Full rows by the hash of their key, to a sink that discards them. Rows are counted behind the shuffle."""
+        shuffled = self._rows(request).repartition(CORES, *KEY_COLUMNS)
+        progress = finished(self._start(shuffled.observe("behind", F.count("*").alias("rows")), "append"))
+        behind = sum(one["observedMetrics"]["behind"]["rows"] for one in worked(progress))
+        return {**timed(progress), "rows_behind": behind}
+
+    def reduce_stream(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """This project's reducers as Spark's tasks: ``reduce_stream``, with a count of what the tasks have reduced."""
+        summaries = reduce_frame(self._spark, request["spec"], maxRowsPerTrigger=request["batch_rows"])
+        counted = summaries.observe("reduced", F.sum("rows").alias("rows"))
+        progress = finished(self._start(counted, "append"))
+        return timed(progress, lambda one: int(one["observedMetrics"]["reduced"]["rows"]))
+
+    def _rows(self, request: Mapping[str, Any]) -> DataFrame:
+        schema = self._spark.read.parquet(request["parquet"]).schema
+        files = self._spark.readStream.schema(schema).option("maxFilesPerTrigger", request["files_per_batch"])
+        return files.parquet(request["parquet"])
+
+    def _start(self, frame: DataFrame, mode: str) -> StreamingQuery:
+        writer = frame.writeStream.format("noop").outputMode(mode)
+        checkpoint = str(self._next_checkpoint())
+        return writer.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
+
+    def _next_checkpoint(self) -> Path:
+        if self._queries:
+            shutil.rmtree(self._checkpoint, ignore_errors=True)
+        self._queries += 1
+        self._checkpoint = self._folder / f"checkpoint-{self._queries}"
+        return self._checkpoint
+
+
+def finished(query: StreamingQuery) -> list[dict[str, Any]]:
+    if not query.awaitTermination(QUERY_TIMEOUT_S):
+        query.stop()
+        raise TimeoutError(f"a query took more than {QUERY_TIMEOUT_S} s")
+    return [json.loads(progress.json) for progress in query.recentProgress]
+
+
+def worked(progress: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The micro-batches that had rows."""
+    return [one for one in progress if "addBatch" in one["durationMs"]]
+
+
+def rows_read(one: dict[str, Any]) -> int:
+    return int(one["numInputRows"])
+
+
+def timed(progress: Sequence[dict[str, Any]], rows_of: Callable[[dict[str, Any]], int] = rows_read) -> dict[str, Any]:
+    """From the end of the first micro-batch to the end of the last, in seconds of the wall clock."""
+
+    def end_s(one: dict[str, Any]) -> float:
+        began = dt.datetime.fromisoformat(one["timestamp"].replace("Z", "+00:00")).timestamp()
+        return began + float(one["durationMs"]["triggerExecution"]) / 1000
+
+    batches = worked(progress)
+    if len(batches) < 2:
+        raise ValueError("the query had one micro-batch only: there is nothing to measure after the first")
+    return {
+        "begin_s": end_s(batches[0]),
+        "end_s": end_s(batches[-1]),
+        "batches": len(batches),
+        "rows_first": rows_of(batches[0]),
+        "rows": sum(rows_of(one) for one in batches),
+    }
+
+
+def main() -> int:
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    return serve(Jobs(Path(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,401 @@
+"""What does one reducer that stays away cost the others, and what is written for it?
+
+The activity job with four mappers and eight reducers, every row with a user, all reducers with about equal shares. All
+of the input is in its queue before the clock starts: per mapper at least twenty times its memory limit. After a while
+one reducer is killed with ``kill -9``; when the others are done it is started again, and catches up.
+
+- ``others_ratio``: rows per second that the other reducers commit while it is away, over before.
+- ``memory_over_limit_mb``: the most memory that any mapper ever had, above its limit and what an idle one has.
+- ``spill_bytes_ratio``: bytes of all spill files, just before the reducer comes back, over the bytes of its rows that
+  were spilled, uncompressed.
+- ``lost``, ``duplicated``: rows, by an independent count of the input. ``spill_left_bytes``: of files, at the end.
+- ``catch_up_s``: from the start of the returning process until it has committed everything.
+
+With ``--kill-mappers`` mappers are killed at random from the moment the reducer is gone to the end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from examples.activity import COLUMNS, KEY_COLUMNS, TABLE
+from examples.generate import fill
+from examples.local import LocalSystem
+from mapper.spill import SpillEnd, SpillPart, decode_batch, decode_heads, encode
+from mapper.spill_store import spill_queue
+from perf import report
+from perf.workload import Workload, difference, oracle_part, oracle_sum
+from shuffle import hash_partition
+from shuffle.discovery import mappers_group
+from shuffle.errors import ShuffleError
+from shuffle.ids import NOTHING_COMMITTED
+from statestore import StateClient
+
+MAPPERS, REDUCERS, AWAY = 4, 8, 3
+ROWS_DEFAULT = 12_000_000
+MEMORY_BYTES = 16 << 20
+BATCH_ROWS = 20_000
+STOP_AFTER_S = 10.0
+SETTLE_S = 1.0
+"""After a change, this long is not counted: what was under way belongs to neither side."""
+POLL_S = 0.1
+KILL_EVERY_S = 3.0
+TIMEOUT_S = 400.0
+MB = 1e6
+PROCESSOR = "straggler"
+
+
+class Indexes:
+    """The shuffle indexes of the rows between each mapper and reducer: says how many rows are committed."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int], list[Any]] = {}
+        self._ends = [0] * MAPPERS
+        self._found: dict[tuple[int, int], Any] = {}
+
+    def add(self, mapper: int, batch: pa.Table) -> None:
+        indexes = hash_partition(batch, by=KEY_COLUMNS, reducers=REDUCERS).partition_indexes
+        for reducer in range(REDUCERS):
+            found = (np.flatnonzero(indexes == reducer) + self._ends[mapper]).astype(np.uint32)
+            self._parts.setdefault((mapper, reducer), []).append(found)
+        self._ends[mapper] += batch.num_rows
+
+    def close(self) -> None:
+        self._found = {pair: np.concatenate(parts) for pair, parts in self._parts.items()}
+        self._parts.clear()
+
+    def total(self, reducer: int) -> int:
+        return sum(len(self._found[mapper, reducer]) for mapper in range(MAPPERS))
+
+    def committed(self, state: StateClient) -> list[int]:
+        """Per reducer: its rows that are committed."""
+        found = [0] * REDUCERS
+        try:
+            rows = state.scan(f"{PROCESSOR}/reducers").read_all().to_pylist()
+        except ShuffleError:
+            return found
+        for row in rows:
+            for mapper, last in enumerate(np.frombuffer(row["committed_row_indices"], dtype="<i8")):
+                indexes = self._found[mapper, row["reducer_index"]]
+                found[row["reducer_index"]] += int(np.searchsorted(indexes, max(last, 0), side="right")) * (last >= 0)
+        return found
+
+
+class Workers:
+    """The mappers and reducers, as processes of this one."""
+
+    def __init__(self, folder: Path, spec_path: Path) -> None:
+        self._folder = folder
+        self._spec_path = spec_path
+        self._running: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
+        self._peaks_bytes: dict[int, int] = {}
+        self.kills = 0
+
+    def start(self, role: str, index: int) -> int:
+        command = [sys.executable, "-m", "shuffle.launch", str(os.getpid()), role, str(self._spec_path)]
+        path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
+        with (self._folder / f"{role}-{index}.log").open("ab") as log:
+            self._running[role, index] = child = subprocess.Popen(
+                [*command, "--index", str(index)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,
+            )
+        return child.pid
+
+    def kill(self, role: str, index: int) -> None:
+        child = self._running.pop((role, index))
+        self._note(child.pid)
+        child.kill()
+        child.wait()
+        self.kills += 1
+
+    def note_memory(self) -> None:
+        for (role, _), child in self._running.items():
+            if role == "mapper":
+                self._note(child.pid)
+
+    def _note(self, pid: int) -> None:
+        self._peaks_bytes[pid] = max(self._peaks_bytes.get(pid, 0), report.rss_peak_bytes(pid))
+
+    @property
+    def peak_bytes(self) -> int:
+        self.note_memory()
+        return max(self._peaks_bytes.values())
+
+    def check(self) -> None:
+        for (role, index), child in self._running.items():
+            if child.poll() is not None:
+                log = (self._folder / f"{role}-{index}.log").read_text()[-1500:]
+                raise ShuffleError(f"{role} {index} ended with {child.returncode}:\n{log}")
+
+    def close(self) -> None:
+        for child in self._running.values():
+            child.kill()
+        for child in self._running.values():
+            child.wait()
+        self._running.clear()
+
+
+class Run:
+    """One outage, from the start to the end."""
+
+    def __init__(self, system: LocalSystem, state: StateClient, folder: Path, options: Any) -> None:
+        self._system = system
+        self._state = state
+        self._folder = folder
+        self._options = options
+        self._random = random.Random(options.seed)
+        self._indexes = Indexes()
+        self._kill_at_s: float | None = None
+
+    def measure(self) -> tuple[dict[str, float], dict[str, Any]]:
+        options = self._options
+        oracle: list[pa.Table] = []
+
+        def on_batch(partition: int, batch: pa.Table) -> None:
+            self._indexes.add(partition, batch)
+            oracle.append(oracle_part(batch))
+
+        workload = Workload(seed=options.seed, with_user_share=1.0, skew="uniform")
+        bytes_total = fill(self._state, "logs", workload, options.rows, MAPPERS, BATCH_ROWS, on_batch)
+        self._indexes.close()
+        idle_bytes = self._idle_bytes()
+        self._workers = Workers(self._folder, self._spec(PROCESSOR, "logs"))
+        try:
+            self._start()
+            before = self._go_on_for(options.stop_after)
+            self._workers.kill("reducer", AWAY)
+            stopped_s = time.monotonic()
+            self._kill_at_s = stopped_s if options.kill_mappers else None
+            during = self._until_others_are_done()
+            away_s = time.monotonic() - stopped_s
+            held = self._spilled()
+            files_bytes = self._spill_files_bytes()
+            self._workers.start("reducer", AWAY)
+            catch_up_s = self._until_all_is_done()
+            self._kill_at_s = None
+            left_bytes = self._wait_for_empty_spill()
+            peak_bytes = self._workers.peak_bytes
+        finally:
+            self._workers.close()
+        found = self._state.scan(TABLE).read_all().select(COLUMNS)
+        verdict = difference(oracle_sum(oracle), found)
+        row_bytes = bytes_total / options.rows
+        bars = {
+            "others_ratio": during / before,
+            "memory_over_limit_mb": (peak_bytes - idle_bytes - MEMORY_BYTES) / MB,
+            "spill_bytes_ratio": files_bytes / max(1, held["bytes"]),
+            "lost": verdict.lost,
+            "duplicated": verdict.duplicated,
+            "spill_left_bytes": left_bytes,
+            "catch_up_s": catch_up_s,
+        }
+        details = {
+            "verdict": str(verdict),
+            "input_over_limit": bytes_total / MAPPERS / MEMORY_BYTES,
+            "others_mb_per_s_before": before * row_bytes / MB,
+            "others_mb_per_s_away": during * row_bytes / MB,
+            "away_s": away_s,
+            "spilled_mb": held["bytes"] / MB,
+            "spilled_rows": held["rows"],
+            "spilled_mb_for_others": held["others_bytes"] / MB,
+            "spill_share_of_its_rows": held["rows"] / self._indexes.total(AWAY),
+            "spill_files_mb": files_bytes / MB,
+            "catch_up_mb_per_s": held["bytes"] / MB / catch_up_s,
+            "idle_mb": idle_bytes / MB,
+            "peak_mb": peak_bytes / MB,
+            "mappers_killed": self._workers.kills - 1,
+            "compression": options.compression,
+        }
+        return bars, details
+
+    def _spec(self, processor: str, queue: str) -> Path:
+        return self._system.write_spec(
+            {
+                "processor": processor,
+                "input": {"queue": queue},
+                "mapper": {
+                    "class": "examples.activity:ParseLogs",
+                    "memory": MEMORY_BYTES,
+                    "batch_rows_max": BATCH_ROWS,
+                    "batch_bytes_max": "4MiB",
+                },
+                "reducer": {"class": "examples.activity:CountByUser", "count": REDUCERS},
+                "spill": {"compression": self._options.compression},
+                "metrics": False,
+            }
+        )
+
+    def _idle_bytes(self) -> int:
+        """The memory of a mapper that has nothing to do."""
+        self._state.create_queue("nothing", schema=self._state.queue("logs").schema, partitions=1)
+        workers = Workers(self._folder, self._spec("idle", "nothing"))
+        try:
+            pid = workers.start("mapper", 0)
+            self._wait_for(lambda: bool(self._state.leases.members(mappers_group("idle"))), workers)
+            time.sleep(1.0)
+            return report.rss_peak_bytes(pid)
+        finally:
+            workers.close()
+
+    def _start(self) -> None:
+        for index in range(MAPPERS):
+            self._workers.start("mapper", index)
+        for index in range(REDUCERS):
+            self._workers.start("reducer", index)
+        self._wait_for(lambda: all(self._indexes.committed(self._state)), self._workers)
+
+    def _wait_for(self, done: Any, workers: Workers) -> None:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not done():
+            if time.monotonic() > deadline_s:
+                raise ShuffleError(f"not at its end after {TIMEOUT_S:.0f} s: {self._indexes.committed(self._state)}")
+            workers.check()
+            workers.note_memory()
+            self._kill_now_and_then()
+            time.sleep(POLL_S)
+
+    def _kill_now_and_then(self) -> None:
+        now_s = time.monotonic()
+        if self._kill_at_s is None or now_s < self._kill_at_s:
+            return
+        index = self._random.randrange(MAPPERS)
+        self._workers.kill("mapper", index)
+        self._workers.start("mapper", index)
+        self._kill_at_s = now_s + KILL_EVERY_S * (0.5 + self._random.random())
+
+    def _others(self) -> int:
+        return sum(rows for reducer, rows in enumerate(self._indexes.committed(self._state)) if reducer != AWAY)
+
+    def _go_on_for(self, seconds: float) -> float:
+        """Rows per second of the others, from a little after now on."""
+        time.sleep(SETTLE_S)
+        begin_s, begin = time.monotonic(), self._others()
+        end_s = begin_s + seconds - SETTLE_S
+        self._wait_for(lambda: time.monotonic() >= end_s, self._workers)
+        rows = self._others() - begin
+        if self._others() >= 0.8 * self._others_total():
+            raise ShuffleError("nearly all was done before the reducer was stopped: take more --rows")
+        return rows / (time.monotonic() - begin_s)
+
+    def _others_total(self) -> int:
+        return sum(self._indexes.total(reducer) for reducer in range(REDUCERS) if reducer != AWAY)
+
+    def _until_others_are_done(self) -> float:
+        """Rows per second of the others while the one is away. The last of them do not count: some are done sooner."""
+        total = self._others_total()
+        time.sleep(SETTLE_S)
+        begin_s, begin = time.monotonic(), self._others()
+        self._wait_for(lambda: self._others() >= 0.95 * total, self._workers)
+        rate = (self._others() - begin) / (time.monotonic() - begin_s)
+        self._wait_for(lambda: self._others() == total, self._workers)
+        return rate
+
+    def _until_all_is_done(self) -> float:
+        begin_s = time.monotonic()
+        total = self._indexes.total(AWAY)
+        self._wait_for(lambda: self._indexes.committed(self._state)[AWAY] == total, self._workers)
+        return time.monotonic() - begin_s
+
+    def _wait_for_empty_spill(self) -> int:
+        deadline_s = time.monotonic() + 15
+        while self._spill_files_bytes() and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+        return self._spill_files_bytes()
+
+    def _spilled(self) -> dict[str, int]:
+        """For the reducer that is away; and for the others, which may be late for a moment when all begins."""
+        rows = self._state.scan(f"{PROCESSOR}/spills").read_all().to_pylist()
+        own = [row for row in rows if row["reducer_index"] == AWAY]
+        others = [row for row in rows if row["reducer_index"] != AWAY]
+        found = {name: sum(row[name] for row in own) for name in ("rows", "bytes")}
+        return {**found, "others_bytes": sum(row["bytes"] for row in others)}
+
+    def _spill_files_bytes(self) -> int:
+        """Of all files of the spill queues, those staged and not published included."""
+        names = {queue.name for queue in self._state.queues()}
+        ids = [
+            self._state.queue(name).queue_id
+            for index in range(MAPPERS)
+            if (name := spill_queue(PROCESSOR, index)) in names
+        ]
+        size_bytes = 0
+        for queue_id in ids:
+            for pattern in (f"q{queue_id}-*.seg", f"staged-{queue_id}-*.seg"):
+                for path in (self._folder / "store").rglob(pattern):
+                    with suppress(FileNotFoundError):
+                        size_bytes += path.stat().st_size
+        return size_bytes
+
+
+def compression_figures(seed: int) -> dict[str, Any]:
+    """Each kind of compression on both sides, on one reducer's rows of the workload."""
+    table = Workload(seed=seed, with_user_share=1.0, skew="uniform").rows(0, 400_000).combine_chunks()
+    (batch,) = table.to_batches()
+    indexes = np.arange(0, 8 * batch.num_rows, 8, dtype=np.int64)
+    found: dict[str, Any] = {}
+    encode([SpillPart(batch, indexes, indexes * 0)], SpillEnd(), NOTHING_COMMITTED, "none", 0)  # Memory is there now.
+    for compression in ("none", "lz4", "zstd"):
+        begin_s = time.process_time()
+        stored, end = encode([SpillPart(batch, indexes, indexes * 0)], SpillEnd(), NOTHING_COMMITTED, compression, 0)
+        written_s = time.process_time()
+        rows = 0
+        for at, head in enumerate(decode_heads(stored, 0)):
+            decoded = decode_batch(stored, at, head)
+            decoded.rows.validate(full=True)
+            rows += decoded.rows.num_rows
+        read_s = time.process_time()
+        assert rows == batch.num_rows
+        found[compression] = {
+            "bytes_ratio": end.stored_bytes / end.nbytes,
+            "write_mb_per_cpu_s": end.nbytes / MB / max(1e-9, written_s - begin_s),
+            "read_mb_per_cpu_s": end.nbytes / MB / max(1e-9, read_s - written_s),
+        }
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = report.parser("straggler", "What one reducer that stays away costs the others.")
+    parser.add_argument("--rows", type=int, default=ROWS_DEFAULT, help=f"of the input (default: {ROWS_DEFAULT:,})")
+    parser.add_argument("--stop-after", type=float, default=STOP_AFTER_S, help="seconds (default: 10)")
+    parser.add_argument("--compression", choices=["none", "lz4", "zstd"], default="none", help="of the spill")
+    parser.add_argument("--kill-mappers", action="store_true", help="kill mappers at random meanwhile")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(argv)
+    folder = Path(tempfile.mkdtemp(prefix="shuffle-perf-"))
+    try:
+        with LocalSystem(folder) as system, system.connect() as state:
+            bars, details = Run(system, state, folder, options).measure()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    limits = {
+        "others_ratio": ">= 0.95",
+        "memory_over_limit_mb": "<= 100",
+        "spill_bytes_ratio": "<= 1.1",
+        "lost": "0",
+        "duplicated": "0",
+        "spill_left_bytes": "0",
+    }
+    details["compressed"] = compression_figures(options.seed)
+    report.publish("straggler: one reducer of eight stays away", bars, details, options.json, limits)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(report.told(main))

@@ -1,0 +1,226 @@
+"""How fast are rows shuffled and committed, beside Arrow Flight alone, and how much is written for it?
+
+The activity job (``DeclaredCountByUser``) with two mappers and two reducers, every row with a user so that every row
+is shuffled. Three things are measured in one run:
+
+- the job itself, with its table of counts (``mb_per_s``);
+- the same rows through map, window, GetRows and reduce with a reducer that keeps no state;
+- the same bucket batches through Arrow Flight alone, with as many processes (``flight_ratio`` is the second over this).
+
+The input is in its queue before the clock starts. The clock runs from the first commit to the last, so that the
+start-up of processes is not in it; rows committed first are not counted either. ``shuffle_bytes_ratio`` is what all
+processes wrote to storage from the start to the end of the run without state, over the bytes of the rows shuffled.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from examples.activity import COLUMNS, KEY_COLUMNS, TABLE
+from examples.generate import fill
+from examples.local import LocalSystem
+from perf import raw_flight, report
+from perf.progress import Buckets
+from perf.workload import Workload, difference, oracle_part, oracle_sum
+from shuffle import Reducer
+from shuffle.errors import ShuffleError
+from shuffle.limits import MIB
+from statestore import StateClient, Transaction
+
+MAPPERS = 2
+REDUCERS = 2
+ROWS_DEFAULT = 8_000_000
+BATCH_ROWS = 100_000
+READ_ROWS = 200_000
+READ_BYTES = 32 * MIB
+"""What a mapper reads at once when it is behind, as it is here all the time. Twice the default: a commit takes what was
+mapped meanwhile, so larger reads mean fewer commits, and each commit writes at least one page."""
+POLL_S = 0.05
+"""Between two looks at the positions. Each look is a call to the store, which has the same two cores as the rows."""
+RUN_TIMEOUT_S = 300.0
+MB = 1_000_000
+REDUCER_KEYS = pa.table({"reducer_index": pa.array(range(REDUCERS), pa.int32())})
+
+
+class KeepNothing(Reducer):
+    """The shuffle alone: every row is fetched and looked at, and only the positions are committed."""
+
+    def reduce(self, rows: pa.Table) -> Transaction | None:
+        if rows.num_rows and rows.nbytes == 0:
+            raise ValueError("rows without bytes")
+        return None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of a processor."""
+
+    seconds: float
+    """From the first commit that was seen to the last."""
+    rows: int
+    """Committed in that time."""
+    rows_first: int
+    """Committed when the clock started."""
+    start_up_s: float
+    bytes_total: int
+    rows_total: int
+    written_bytes: int
+    cpu_s: float
+
+    @property
+    def mb_per_s(self) -> float:
+        return self.rows * self.bytes_total / self.rows_total / self.seconds / MB
+
+    @property
+    def bytes_ratio(self) -> float:
+        return self.written_bytes / self.bytes_total
+
+
+def measure(system: LocalSystem, state: StateClient, name: str, reducer_class: str, rows: int, seed: int) -> Measured:
+    """Fill a queue, run a processor over it until it is drained, and check the table if it keeps one."""
+    buckets = Buckets(MAPPERS, REDUCERS, KEY_COLUMNS)
+    parts: list[pa.Table] = []
+
+    def on_batch(partition: int, batch: pa.Table) -> None:
+        buckets.add(partition, batch)
+        parts.append(oracle_part(batch))
+
+    workload = Workload(seed=seed, with_user_share=1.0)
+    bytes_total = fill(state, name, workload, rows, MAPPERS, BATCH_ROWS, on_batch)
+    buckets.close()
+    spec = {
+        "processor": name,
+        "input": {"queue": name},
+        "mapper": {"class": "examples.activity:ParseLogs", "batch_rows_max": READ_ROWS, "batch_bytes_max": READ_BYTES},
+        "reducer": {"class": reducer_class, "count": REDUCERS},
+        "metrics": False,
+    }
+    measured = run(system, state, spec, buckets, bytes_total)
+    if TABLE in {table.name for table in state.tables()}:
+        verdict = difference(oracle_sum(parts), state.scan(TABLE).read_all().select(COLUMNS))
+        state.drop_table(TABLE)
+        if not verdict.exact:
+            raise ShuffleError(f"the result is wrong, so its time does not count: {verdict}")
+    state.drop_queue(name)
+    return measured
+
+
+def run(system: LocalSystem, state: StateClient, spec: dict[str, Any], buckets: Buckets, bytes_total: int) -> Measured:
+    name = spec["processor"]
+    path = system.write_spec(spec)
+    written_before = report.tree_written_bytes(os.getpid())
+    cpu_before = tree_cpu_seconds()
+    begin = time.monotonic()
+    controller = system.run(path, "--until-drained", "--no-check")
+    first: tuple[float, int] | None = None
+    last: tuple[float, int] = (begin, 0)
+    while controller.poll() is None:
+        if time.monotonic() - begin > RUN_TIMEOUT_S:
+            raise ShuffleError(f"not drained after {RUN_TIMEOUT_S:.0f} s:\n{system.log_tail(name)}")
+        done = committed(state, name, buckets)
+        now = time.monotonic()
+        if done and first is None:
+            first = (now, done)
+        if done > last[1]:
+            last = (now, done)
+        time.sleep(POLL_S)
+    if controller.returncode != 0:
+        raise ShuffleError(f"{name} ended with {controller.returncode}:\n{system.log_tail(name, 30)}")
+    done = committed(state, name, buckets)
+    if done != buckets.rows:
+        raise ShuffleError(f"{name} drained with {done} of {buckets.rows} rows committed")
+    if last[1] < done:
+        last = (time.monotonic(), done)
+    if first is None or first[1] == done:
+        raise ShuffleError("everything was committed before the clock could start: take more --rows")
+    return Measured(
+        seconds=last[0] - first[0],
+        rows=last[1] - first[1],
+        rows_first=first[1],
+        start_up_s=first[0] - begin,
+        bytes_total=bytes_total,
+        rows_total=buckets.rows,
+        written_bytes=report.tree_written_bytes(os.getpid()) - written_before,
+        cpu_s=tree_cpu_seconds() - cpu_before,
+    )
+
+
+def tree_cpu_seconds() -> float:
+    return sum(report.cpu_seconds(pid) for pid in report.process_tree(os.getpid()))
+
+
+def committed(state: StateClient, processor: str, buckets: Buckets) -> int:
+    table = f"{processor}/reducers"
+    try:
+        return buckets.committed(state.lookup(table, REDUCER_KEYS))
+    except ShuffleError as error:
+        if error.code == "unknown_table":  # the controller has not created it yet
+            return 0
+        raise
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = report.parser("throughput", "MB/s of rows shuffled and committed, beside Arrow Flight alone.")
+    parser.add_argument("--rows", type=int, default=ROWS_DEFAULT, help=f"rows for each run (default: {ROWS_DEFAULT:,})")
+    parser.add_argument("--runs", type=int, default=3, help="repetitions; medians are reported (default: 3)")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args(argv)
+    workload = Workload(seed=args.seed, with_user_share=1.0)
+    activity, alone, raw = [], [], []
+    for number in range(args.runs):
+        folder = Path(tempfile.mkdtemp(prefix="shuffle-perf-"))
+        try:
+            with LocalSystem(folder) as system, system.connect() as state:
+                counted = "examples.activity:DeclaredCountByUser"
+                activity.append(measure(system, state, f"activity-{number}", counted, args.rows, args.seed))
+                alone.append(
+                    measure(system, state, f"alone-{number}", "perf.throughput:KeepNothing", args.rows, args.seed)
+                )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        raw.append(raw_flight.bytes_per_s(workload, MAPPERS, REDUCERS, args.rows, BATCH_ROWS) / MB)
+    alone_mb_per_s = report.median(run.mb_per_s for run in alone)
+    bars = {
+        "mb_per_s": report.median(run.mb_per_s for run in activity),
+        "flight_ratio": alone_mb_per_s / report.median(raw),
+        "shuffle_bytes_ratio": report.median(run.bytes_ratio for run in alone),
+        "activity_bytes_ratio": report.median(run.bytes_ratio for run in activity),
+    }
+    details = {
+        "rows": args.rows,
+        "row_bytes": activity[0].bytes_total / activity[0].rows_total,
+        "mappers": MAPPERS,
+        "reducers": REDUCERS,
+        "activity": summary(activity),
+        "alone": summary(alone),
+        "raw_flight_mb_per_s": report.spread(raw),
+        "activity_over_flight": bars["mb_per_s"] / report.median(raw),
+    }
+    limits = {"flight_ratio": ">= 0.5", "shuffle_bytes_ratio": "<= 0.001", "activity_bytes_ratio": "<= 0.02"}
+    report.publish("throughput: rows shuffled and committed", bars, details, args.json, limits)
+    return 0
+
+
+def summary(runs: Sequence[Measured]) -> dict[str, Any]:
+    return {
+        "mb_per_s": report.spread([run.mb_per_s for run in runs]),
+        "rows_per_s": report.median(run.rows / run.seconds for run in runs),
+        "cpu_s_per_gb": report.median(run.cpu_s / run.bytes_total * 1e9 for run in runs),
+        "written_bytes": report.median(run.written_bytes for run in runs),
+        "start_up_s": report.median(run.start_up_s for run in runs),
+        "share_before_clock": report.median(run.rows_first / run.rows_total for run in runs),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(report.told(main))

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mapper.core import MappedBatch, MapperCore, TrimPlan
 from mapper.mapping import cut
 from mapper.state import MapperState
-from shuffle.errors import RowsGone, SplitBrain
+from shuffle.errors import RowsGone, SplitBrain, StoreUnavailable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.messages import GetRows
 from shuffle.poison import dead_letters
@@ -84,10 +84,29 @@ class WindowModel(RuleBasedStateMachine):
     def fetch(self, reducer: int, rows_max: int, bytes_max: int) -> None:
         self.ask(reducer, self.committed[reducer], self.cursor[reducer], rows_max, bytes_max)
 
+    def spill_is_known_after(self, cursor: int) -> bool:
+        """A trim whose answer was lost may have spilled what is before the persisted state: until the store was asked,
+        nobody can say whether there are rows after ``cursor`` there."""
+        return self.core.spilling.is_known or cursor >= self.core.persisted.shuffle_unread_row_index - 1
+
+    @rule()
+    def spill_is_read_again(self) -> None:
+        """As the daemon's trim loop does."""
+        if not self.core.spilling.is_known:
+            self.load()
+
+    def load(self) -> None:
+        """Nothing is ever spilled here; test_spill_model.py is about that."""
+        self.core.load_spill({})
+
     def ask(self, reducer: int, committed: int, cursor: int, rows_max: int, bytes_max: int) -> None:
         request = GetRows(
             Guid("g"), ReducerIndex(reducer), ShuffleIndex(committed), ShuffleIndex(cursor), rows_max, bytes_max
         )
+        if not self.spill_is_known_after(cursor):
+            with pytest.raises(StoreUnavailable):
+                self.core.get_rows(request)
+            return
         served = self.core.get_rows(request)
         found = [int(value.split(":")[0]) for one in served for value in one.rows.column(0).to_pylist()]
         expected = self.of_reducer(reducer, cursor, self.core.next_input_index)
@@ -121,7 +140,7 @@ class WindowModel(RuleBasedStateMachine):
     def stale_reducer_asks(self, reducer: int) -> None:
         """An instance with an old committed index gets an error, never rows with a hole before them."""
         dropped = self.core.buckets[reducer].dropped
-        if dropped < 0:
+        if dropped < 0 or not self.spill_is_known_after(-1):
             return
         with pytest.raises(RowsGone) as error:
             self.core.get_rows(
@@ -198,6 +217,7 @@ class WindowModel(RuleBasedStateMachine):
         """When the faults stop, everything is served, committed and trimmed in a bounded number of rounds."""
         for _ in range(2 * len(self.input) + 2 * REDUCERS + 10):
             self.core.observe(self.persisted)
+            self.spill_is_read_again()
             if self.core.wants_input and self.core.next_input_index < len(self.input):
                 self.ingest([], 1, False)
             for reducer in range(REDUCERS):

@@ -16,7 +16,7 @@ MARK_OF_FOLDER = {"process": "process", "spark": "spark"}
 # Shared machines are slow now and then: a slow example is not a failure, a hanging one meets the timeout.
 settings.register_profile("here", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", settings.get_profile("here"), max_examples=1000)
-# New examples are for whoever can look into what they find. Continuous integration, which says whether a change is sound,
+# New examples are for whoever can look into what they find. Continuous integration says whether a change is sound: it
 # tries the same ones each time, as hypothesis itself would have it there.
 settings.register_profile("ci", settings.get_profile("here"), derandomize=True, database=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "here"))

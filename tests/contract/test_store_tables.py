@@ -1,0 +1,168 @@
+"""What every state store promises of its catalogue, sorted tables and snapshots."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+from shuffle.errors import BadInput, TableExists, UnknownTable
+from statestore import Queue, StateClient
+from tests.contract.accounts import NUMBERS, balances, keys, new_name, numbers, open_moments, rows, scanned, write
+
+
+def test_table_and_queue_are_listed_and_described(client: StateClient, table: str, queue: Queue) -> None:
+    assert table in [schema.name for schema in client.tables()]
+    assert queue.name in [schema.name for schema in client.queues()]
+    found = client.table(table)
+    assert found.key.names == ["owner", "n"]
+    assert found.constraints == {"solvent": "balance >= 0"}
+    assert (queue.schema, queue.partitions) == (NUMBERS, 2)
+
+
+def test_creating_twice_is_an_error_unless_it_is_the_same_and_asked_for(client: StateClient) -> None:
+    name = new_name("twice")
+    key, value = pa.schema([("k", pa.int64())]), pa.schema([("v", pa.int64())])
+    first = client.create_table(name, key, value)
+    assert client.create_table(name, key, value, if_not_exists=True).table_id == first.table_id
+    with pytest.raises(TableExists, match="exists already"):
+        client.create_table(name, key, value)
+    with pytest.raises(TableExists, match="another schema"):
+        client.create_table(name, key, pa.schema([("v", pa.string())]), if_not_exists=True)
+    with pytest.raises(TableExists, match="not a queue"):
+        client.create_queue(name, schema=NUMBERS, partitions=1)
+
+
+def test_dropped_table_is_gone_and_its_successor_is_empty(client: StateClient, table: str) -> None:
+    write(client, table, ("a", 1, 10))
+    schema = client.table(table)
+    client.drop_table(table)
+    with pytest.raises(UnknownTable) as caught:
+        client.lookup(table, keys(("a", 1)))
+    assert caught.value.table == table
+    with pytest.raises(UnknownTable):
+        client.drop_table(table)
+    client.create_table(table, schema.key, schema.value)
+    assert scanned(client, table) == []
+
+
+def test_table_made_anew_by_another_client_is_found(client: StateClient, other: StateClient, table: str) -> None:
+    write(client, table, ("a", 1, 10))
+    schema = other.table(table)
+    other.drop_table(table)
+    other.create_table(table, schema.key, schema.value)
+    if client is not other:
+        with pytest.raises(UnknownTable):
+            write(client, table, ("b", 1, 1))
+    # The refusal has told this client that what it knew of the table is out of date.
+    write(client, table, ("b", 1, 1))
+    assert scanned(client, table) == [("b", 1, 1)]
+
+
+def test_dropped_queue_is_gone(client: StateClient, queue: Queue) -> None:
+    queue.append(0, numbers(1, 2))
+    client.drop_queue(queue.name)
+    with pytest.raises(UnknownTable):
+        client.queue(queue.name)
+    with pytest.raises(UnknownTable):
+        queue.read(0, 0)
+    with pytest.raises(UnknownTable):
+        queue.append(0, numbers(3))
+
+
+def test_lookup_keeps_the_order_of_the_keys_and_leaves_out_missing_ones(client: StateClient, table: str) -> None:
+    write(client, table, ("a", 1, 10), ("b", 2, 20), ("c", 3, None))
+    found = client.lookup(table, keys(("c", 3), ("x", 1), ("a", 1), ("a", 2), ("c", 3)))
+    assert balances(found) == [("c", 3, None), ("a", 1, 10), ("c", 3, None)]
+    assert found.schema.names == ["owner", "n", "balance", "note"]
+    assert client.lookup(table, keys()).num_rows == 0
+
+
+def test_write_replaces_and_delete_removes(client: StateClient, table: str) -> None:
+    write(client, table, ("a", 1, 10), ("a", 2, 20))
+    with client.transaction() as tx:
+        tx.write(table, rows(("a", 1, 11), ("a", 1, 12)))
+        tx.delete(table, keys(("a", 2), ("never", 0)))
+        tx.commit()
+    assert scanned(client, table) == [("a", 1, 12)]
+
+
+def test_scan_by_range_prefix_limit_and_backwards(client: StateClient, table: str) -> None:
+    written = [("a", -2, 0), ("a", 7, 1), ("ab", 0, 2), ("b", -1, 3), ("b", 5, 4), ("é", 1, 5)]
+    write(client, table, *reversed(written))
+    assert scanned(client, table) == written
+    assert scanned(client, table, reverse=True) == written[::-1]
+    assert scanned(client, table, begin=("a", 7), end=("b", 5)) == written[1:4]
+    assert scanned(client, table, begin=("a", 7), end=("b", 5), reverse=True) == written[1:4][::-1]
+    assert scanned(client, table, begin={"owner": "ab"}) == written[2:]
+    assert scanned(client, table, end=("b",)) == written[:3]
+    assert scanned(client, table, prefix=("a",)) == written[:2]
+    assert scanned(client, table, prefix=("a",), partial=True) == written[:3]
+    assert scanned(client, table, prefix=("b",), reverse=True, limit=1) == [written[4]]
+    assert scanned(client, table, limit=2) == written[:2]
+    assert scanned(client, table, limit=0) == []
+    assert scanned(client, table, begin=("zzz",), end=("a",)) == []
+    projected = client.scan(table, columns=["balance"], limit=3).read_all()
+    assert projected.to_pydict() == {"balance": [0, 1, 2]}
+
+
+def test_scan_of_many_chunks_is_whole_in_both_directions(client: StateClient) -> None:
+    name = new_name("many")
+    client.create_table(name, key=NUMBERS, value=pa.schema([("v", pa.string())]))
+    count = 40_000
+    with client.transaction() as tx:
+        tx.write(name, pa.table({"n": range(count), "v": [f"{i}" for i in range(count)]}))
+        tx.commit()
+    assert client.scan(name).read_all()["n"].to_pylist() == list(range(count))
+    backwards = client.scan(name, reverse=True, limit=30_000).read_all()
+    assert backwards["n"].to_pylist() == list(range(count - 1, 9_999, -1))
+    assert backwards["v"][0].as_py() == str(count - 1)
+
+
+def test_scan_reads_one_moment_however_slowly_it_is_read(client: StateClient) -> None:
+    name = new_name("slow")
+    client.create_table(name, key=NUMBERS, value=pa.schema([("v", pa.int64())]))
+    with client.transaction() as tx:
+        tx.write(name, pa.table({"n": range(5_000), "v": [0] * 5_000}))
+        tx.commit()
+    reader = client.scan(name)
+    first = reader.read_next_batch()
+    with client.transaction() as tx:
+        tx.write(name, pa.table({"n": range(5_000), "v": [1] * 5_000}))
+        tx.commit()
+    rest = reader.read_all()
+    assert first.num_rows + rest.num_rows == 5_000
+    assert set(rest["v"].to_pylist()) == {0}
+
+
+def test_snapshot_stays_as_it_was_while_writers_go_on(client: StateClient, table: str) -> None:
+    second = f"{table}-second"
+    schema = client.table(table)
+    client.create_table(second, schema.key, schema.value)
+    write(client, table, ("a", 1, 10))
+    with client.snapshot() as before:
+        for balance in (20, 30):
+            with client.transaction() as tx:
+                tx.write(table, rows(("a", 1, balance), ("b", 1, balance)))
+                tx.write(second, rows(("a", 1, balance)))
+                tx.commit()
+            assert balances(before.lookup(table, keys(("a", 1), ("b", 1)))) == [("a", 1, 10)]
+            assert scanned(before, table) == [("a", 1, 10)]
+            assert scanned(before, second) == []
+        with client.snapshot() as after:
+            assert scanned(after, table) == [("a", 1, 30), ("b", 1, 30)]
+            assert after.version > before.version
+    with pytest.raises(BadInput, match="closed"):
+        before.lookup(table, keys(("a", 1)))
+
+
+def test_closed_snapshots_finished_scans_and_ended_transactions_hold_nothing(client: StateClient, table: str) -> None:
+    write(client, table, ("a", 1, 10))
+    held = open_moments(client)
+    with client.snapshot(), client.transaction() as tx:
+        tx.lookup(table, keys(("a", 1)))
+        assert open_moments(client) == held + 2
+    scanned(client, table)
+    with client.transaction() as tx:
+        scanned(tx, table)
+        tx.commit()
+    assert open_moments(client) == held

@@ -79,6 +79,10 @@ class Spilling:
         limit_bytes = self._spec.memory_share * self._memory_bytes_max
         self._over = window_bytes >= (limit_bytes / 2 if self._over else limit_bytes)
 
+    def is_near(self, window_bytes: int) -> bool:
+        """Whether the window may weigh enough to spill before long: who is late by then should be known at once."""
+        return self._spec is not None and window_bytes >= self._spec.memory_share * self._memory_bytes_max / 2
+
     def block(self, reason: str) -> None:
         """The store cannot take any rows now: hold them back, as if there were no spilling."""
         self.blocked = reason

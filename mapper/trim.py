@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from statestore import StateClient, Transaction
 
 LOOK_S = 0.1
-"""How often a mapper looks whether to spill while there is reason to; otherwise as often as it trims."""
+"""How often a mapper looks who is late, while its window is heavy enough for that to matter soon; otherwise as often as
+it trims."""
 
 FULL_REPORT_S = 60.0
 """How often a mapper says who fills its window, while it is full."""
@@ -68,7 +69,7 @@ class Trimmer:
         with self._lock:
             if self._moved and self._core.spill_is_due:
                 return 0.0
-            busy = self._core.spilling.is_wanted or not self._core.wants_input
+            busy = self._core.spilling.is_near(self._core.nbytes) or not self._core.wants_input
             return min(self._period_s, LOOK_S) if busy else self._period_s
 
     def hurry(self) -> None:
@@ -83,7 +84,7 @@ class Trimmer:
            from: anything else was written by another instance, or by this one in a commit whose answer was lost.
         3. Append the dead letters and the spill, write the state, commit.
         4. On *conflict* nothing happened; on *unknown* read the state again. Never repeat the commit.
-        5. Once the new state is durable, tell the reader to trim.
+        5. Once the new state is durable, tell the reader to trim; at the latest in the next regular round.
         """
         # 1
         self._moved = False
@@ -95,13 +96,13 @@ class Trimmer:
         with self._lock:
             self._core.tick(int(now_s * 1000))
             self._report_full(now_s)
-            is_due = now_s >= self._due_s or self._core.spill_is_due
-            plan = self._core.trim_plan() if is_due else None
+            is_regular = now_s >= self._due_s
+            plan = self._core.trim_plan() if is_regular or self._core.spill_is_due else None
         if plan is None:
-            self._trim_input()
-            self._trim_spill()
+            self._give_back(is_regular)
             return False
-        self._due_s = now_s + self._period_s
+        if is_regular:
+            self._due_s = now_s + self._period_s
         # 2
         prepared = self._prepare(plan) if plan.spill else None
         if plan.spill and prepared is None:
@@ -135,10 +136,16 @@ class Trimmer:
             return False
         self._committed(plan, prepared)
         # 5
-        self._trim_input()
-        self._trim_spill()
+        self._give_back(is_regular)
         self._moved = True
         return True
+
+    def _give_back(self, is_regular: bool) -> None:
+        """Input and spill that nobody needs any more. Each is a commit, so not with every spill: while many follow upon
+        each other, their transactions would wait for these, and the window with them."""
+        if is_regular:
+            self._trim_input()
+            self._trim_spill()
 
     def _committed(self, plan: TrimPlan, prepared: Prepared | None) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ import pyarrow as pa
 from mapper.core import MappedBatch, MapperCore
 from mapper.mapping import cut
 from mapper.reader import PartitionReader
-from mapper.spill import SpillEnd, encode
+from mapper.spill import Spill, SpillEnd, encode
 from mapper.spill_store import SPILLS_KEY, SPILLS_VALUE, SpillStore, spills_table
 from mapper.state import MAPPERS_KEY, MAPPERS_VALUE, mappers_table
 from mapper.stragglers import STANDING_AGES, Stragglers
@@ -54,6 +54,15 @@ def test_all_away_means_that_nobody_is() -> None:
 
 def test_most_away_means_that_nobody_is() -> None:
     assert not run([[10 * step, 0, 0, 0] for step in range(40)])[-1]
+
+
+def test_one_is_suspected_at_half_the_age() -> None:
+    one = Stragglers(3, 0.5, AGE_MS)
+    found = []
+    for step in range(4):
+        one.tick(step * 30, [10 * step, 10 * step, 0], [False] * 3)
+        found.append((one.is_suspecting, bool(one.current)))
+    assert found == [(False, False), (False, False), (False, False), (True, False)]
 
 
 def test_single_reducer_is_never_a_straggler() -> None:
@@ -155,6 +164,22 @@ def test_blocked_spill_is_tried_again_later() -> None:
     assert core.spilling.blocked is None
 
 
+def test_restart_knows_what_of_the_spill_was_committed() -> None:
+    for committed, is_served in ((19, False), (20, True)):
+        core = core_with(SPEC)
+        outage(core)
+        plan = core.trim_plan()
+        assert plan is not None
+        _, end = encode(plan.spill[ReducerIndex(2)], SpillEnd(), ShuffleIndex(-1), "none", 0)
+        core.restart(plan.state, {ReducerIndex(2): ShuffleIndex(committed)})
+        assert core.is_served, "nothing is mapped again yet"
+        core.forget_spill()
+        assert not core.is_served, "nobody knows"
+        core.load_spill({ReducerIndex(2): Spill(end, 0, 0, 0)})
+        assert core.is_served == is_served
+        assert (core.spilling.trims() == {2: end.position}) == is_served
+
+
 class TrimmedInput(PartitionReader):
     """Remembers up to where it was trimmed."""
 
@@ -172,7 +197,7 @@ class TrimmedInput(PartitionReader):
         self.trimmed = row_index
 
 
-def test_spills_between_regular_rounds_leave_the_input_alone(tmp_path: Path) -> None:
+def test_input_is_trimmed_once_in_a_period_and_not_with_every_spill(tmp_path: Path) -> None:
     core, reader = core_with(SPEC), TrimmedInput()
     with StateClient.open(tmp_path) as client:
         client.create_table(mappers_table("p"), key=MAPPERS_KEY, value=MAPPERS_VALUE)
@@ -183,11 +208,11 @@ def test_spills_between_regular_rounds_leave_the_input_alone(tmp_path: Path) -> 
         assert trimmer.pause_s == 3600, "a light window"
         outage_from(core, 1, entries=7)
         assert trimmer.pause_s == LOOK_S, "a heavy one"
-        for regular in (True, False, True):
-            if regular:
+        for hurry, is_trimmed in ((False, True), (False, False), (True, True)):
+            if hurry:
                 trimmer.hurry()
             before = reader.trimmed
             assert trimmer.trim()
             assert core.persisted.input_unread_row_index == core.next_input_index - 1
-            assert reader.trimmed == (core.persisted.input_unread_row_index if regular else before)
+            assert reader.trimmed == (core.persisted.input_unread_row_index if is_trimmed else before)
             outage_from(core, core.next_input_index, entries=8)

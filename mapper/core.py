@@ -400,6 +400,11 @@ class MapperCore:
     # Seeing
 
     @property
+    def is_served(self) -> bool:
+        """Whether nothing that was mapped is left for anybody, neither in the window nor in the spill."""
+        return len(self._window) == 0 and self.spilling.is_empty
+
+    @property
     def window_size(self) -> WindowSize:
         return self._window.size()
 

@@ -1,8 +1,8 @@
 """The spill in the state store: a queue for each mapper with a partition for each reducer, and the table of their ends.
 
-The queue is made when a mapper spills for the first time. Large spills are staged: written and synced ahead, outside of
-the transaction, which then only adopts their file; one that is never published is collected by the store. Small ones
-travel in the transaction, and share files.
+The queue is made when a mapper expects to spill for the first time. Large spills are staged: written and synced ahead,
+outside of the transaction, which then only adopts their file; one that is never published is collected by the store.
+Small ones travel in the transaction, and share files.
 """
 
 from __future__ import annotations
@@ -196,6 +196,12 @@ class SpillStore:
 
     # writing
 
+    def get_ready(self) -> None:
+        """Make the queue, if this instance does not know that it is there."""
+        if not self._has_queue:
+            self._client.create_queue(self._queue_name, SPILL_SCHEMA, self._reducer_count, if_not_exists=True)
+            self._has_queue = True
+
     def prepare(
         self,
         parts: Mapping[ReducerIndex, Sequence[SpillPart]],
@@ -204,9 +210,7 @@ class SpillStore:
         is_begun: Mapping[ReducerIndex, bool],
     ) -> Prepared:
         """Encode the rows, and write the large ones ahead of the transaction."""
-        if not self._has_queue:
-            self._client.create_queue(self._queue_name, SPILL_SCHEMA, self._reducer_count, if_not_exists=True)
-            self._has_queue = True
+        self.get_ready()
         queue = self._client.queue(self._queue_name)
         prepared = Prepared(before)
         now_ms = time.time_ns() // 1_000_000

@@ -24,8 +24,9 @@ from shuffle.config import SpillSpec
 from shuffle.ids import ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
 
-SPILL_BYTES_MAX = 4 * MIB
-"""Of rows in one transaction. They are in memory some five times over on their way to the store."""
+SPILL_BYTES_MAX = 8 * MIB
+"""Of rows in one transaction. They are in memory some five times over on their way to the store. But what waits for the
+next transaction takes room from the other reducers, and a transaction takes the time that it takes."""
 
 WORTH_SHARE = 1 / 16
 """Of the memory limit. Less than this is not worth a file and a transaction, unless reading has stopped for it."""
@@ -79,6 +80,10 @@ class Spilling:
         limit_bytes = self._spec.memory_share * self._memory_bytes_max
         self._over = window_bytes >= (limit_bytes / 2 if self._over else limit_bytes)
 
+    def is_near(self, window_bytes: int) -> bool:
+        """Whether the window may weigh enough to spill before long: who is late by then should be known at once."""
+        return self._spec is not None and window_bytes >= self._spec.memory_share * self._memory_bytes_max / 2
+
     def block(self, reason: str) -> None:
         """The store cannot take any rows now: hold them back, as if there were no spilling."""
         self.blocked = reason
@@ -87,6 +92,11 @@ class Spilling:
     @property
     def is_wanted(self) -> bool:
         return self._over and self.is_known and self.blocked is None and bool(self.stragglers)
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether rows may have to be spilled soon, so that what takes time can be done ahead."""
+        return self._spec is not None and self._over and self.blocked is None and self._late.is_suspecting
 
     # what to spill
 
@@ -108,12 +118,17 @@ class Spilling:
 
     # what was spilled
 
+    @property
+    def is_empty(self) -> bool:
+        return self.is_known and all(spill.is_empty for spill in self.spills.values())
+
     def load(self, spills: Mapping[ReducerIndex, Spill], buckets: Sequence[Bucket]) -> None:
         """What the store holds, read at the same moment as the persisted state."""
         self.spills = dict(spills)
         self.is_known = True
         for reducer, spill in self.spills.items():
-            spill.commit(buckets[reducer].committed)
+            # What was dropped was committed, too: after a restart it is all that is known of a reducer.
+            spill.commit(max(buckets[reducer].committed, buckets[reducer].dropped))
 
     def record(self, ends: Mapping[ReducerIndex, SpillEnd]) -> None:
         """The store has taken more rows, which end there."""

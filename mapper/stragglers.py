@@ -37,6 +37,8 @@ class Stragglers:
         self._moved_ms = [0] * reducer_count
         self._positions: list[int] | None = None
         self.current: frozenset[ReducerIndex] = frozenset()
+        self.is_suspecting = False
+        """Whether somebody has been late for half the age: time to get ready."""
 
     def tick(self, now_ms: int, positions: Sequence[int], is_empty: Sequence[bool]) -> None:
         """``positions``: the first index each has not committed, or the next there will be when it ``is_empty``."""
@@ -51,6 +53,7 @@ class Stragglers:
         if front is None:
             self._fronts.clear()
             self.current = frozenset()
+            self.is_suspecting = False
             return
         if not self._fronts or now_ms - self._fronts[-1][0] >= self._age_ms / SAMPLES_PER_AGE:
             self._fronts.append((now_ms, front))
@@ -61,6 +64,8 @@ class Stragglers:
         self.current = frozenset(
             ReducerIndex(reducer) for reducer, position in enumerate(positions) if late and position < front_then
         )
+        halfway = (front for at_ms, front in reversed(self._fronts) if now_ms - at_ms >= self._age_ms / 2)
+        self.is_suspecting = min(positions) < next(halfway, 0)
 
     def _front(self, now_ms: int, positions: Sequence[int]) -> int | None:
         moving = [

@@ -5,9 +5,11 @@ What stragglers hold up goes to the spill in the same transaction; see ``spill``
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from mapper.core import MapperCore, TrimPlan
@@ -24,7 +26,11 @@ if TYPE_CHECKING:
     from statestore import StateClient, Transaction
 
 LOOK_S = 0.1
-"""How often a mapper looks whether to spill while there is reason to; otherwise as often as it trims."""
+"""How often a mapper looks who is late, while its window is heavy enough for that to matter soon; otherwise as often as
+it trims."""
+
+GIVE_BACK_PERIODS_MAX = 5
+"""How many periods the trim of the input may be put off by spills that are due."""
 
 FULL_REPORT_S = 60.0
 """How often a mapper says who fills its window, while it is full."""
@@ -55,6 +61,7 @@ class Trimmer:
         self._spill = spill
         self._period_s = period_s
         self._due_s = 0.0
+        self._give_back_due_s = 0.0
         self._moved = False
         self._full_since_s: float | None = None
         self._full_reported_s = 0.0
@@ -68,12 +75,13 @@ class Trimmer:
         with self._lock:
             if self._moved and self._core.spill_is_due:
                 return 0.0
-            busy = self._core.spilling.is_wanted or not self._core.wants_input
+            busy = self._core.spilling.is_near(self._core.nbytes) or not self._core.wants_input
             return min(self._period_s, LOOK_S) if busy else self._period_s
 
     def hurry(self) -> None:
         """The next round is the last one."""
         self._due_s = 0.0
+        self._give_back_due_s = -math.inf
 
     def trim(self) -> bool:
         """One round; whether the persisted state moved. Raises SplitBrain if another instance moved it.
@@ -83,7 +91,7 @@ class Trimmer:
            from: anything else was written by another instance, or by this one in a commit whose answer was lost.
         3. Append the dead letters and the spill, write the state, commit.
         4. On *conflict* nothing happened; on *unknown* read the state again. Never repeat the commit.
-        5. Once the new state is durable, tell the reader to trim.
+        5. Once the new state is durable, tell the reader to trim, now or in a later round.
         """
         # 1
         self._moved = False
@@ -97,9 +105,11 @@ class Trimmer:
             self._report_full(now_s)
             is_due = now_s >= self._due_s or self._core.spill_is_due
             plan = self._core.trim_plan() if is_due else None
+            is_coming = self._core.spilling.is_coming
         if plan is None:
-            self._trim_input()
-            self._trim_spill()
+            if is_coming:
+                self._get_ready()
+            self._give_back(now_s)
             return False
         self._due_s = now_s + self._period_s
         # 2
@@ -135,10 +145,23 @@ class Trimmer:
             return False
         self._committed(plan, prepared)
         # 5
-        self._trim_input()
-        self._trim_spill()
+        self._give_back(now_s)
         self._moved = True
         return True
+
+    def _give_back(self, now_s: float) -> None:
+        """Trim the input, and the spill, of what nobody needs any more.
+
+        Each is a commit. So they come once in a period, and not while more is to be spilled: that would wait for them,
+        and with it whoever finds no room in the window.
+        """
+        with self._lock:
+            latest_s = self._give_back_due_s + (GIVE_BACK_PERIODS_MAX - 1) * self._period_s
+            if now_s < self._give_back_due_s or (self._core.spill_is_due and now_s < latest_s):
+                return
+        did_input, did_spill = self._trim_input(), self._trim_spill()
+        if did_input or did_spill:
+            self._give_back_due_s = now_s + self._period_s
 
     def _committed(self, plan: TrimPlan, prepared: Prepared | None) -> None:
         with self._lock:
@@ -160,14 +183,17 @@ class Trimmer:
         self._trim_input()
         return True
 
-    def _trim_input(self) -> None:
-        """Also after a round without progress: the last one may have ended between the commit and the trim."""
+    def _trim_input(self) -> bool:
+        """Whether there was something to trim. Also after a round without progress: the last one may have ended between
+        the commit and the trim."""
         with self._lock:
             state = self._core.persisted
-        if state != self._input_trimmed:
-            self._reader.trim(state.input_unread_row_index, state.continuation_token)
-            crash_points.reach("mapper.after_input_trim")
-            self._input_trimmed = state
+        if state == self._input_trimmed:
+            return False
+        self._reader.trim(state.input_unread_row_index, state.continuation_token)
+        crash_points.reach("mapper.after_input_trim")
+        self._input_trimmed = state
+        return True
 
     # The spill
 
@@ -182,6 +208,12 @@ class Trimmer:
             self._core.observe(state)
             if (state or MapperState()) == self._core.persisted:
                 self._core.load_spill(spills)
+
+    def _get_ready(self) -> None:
+        """Somebody may become a straggler. What fails now is tried again, and told of, when there are rows to spill."""
+        if self._spill is not None:
+            with suppress(ShuffleError):
+                self._spill.get_ready()
 
     def _prepare(self, plan: TrimPlan) -> Prepared | None:
         """The rows to spill, made ready; None if the store cannot take them now."""
@@ -231,18 +263,19 @@ class Trimmer:
             "the spill cannot be written, so rows of reducers that lag behind stay in memory", rows=rows, error=error
         )
 
-    def _trim_spill(self) -> None:
+    def _trim_spill(self) -> bool:
         with self._lock:
             positions = self._core.spilling.trims()
             emptied = [reducer for reducer in positions if self._core.spilling.spills[reducer].is_empty]
         if not positions:
-            return
+            return False
         assert self._spill is not None
         self._spill.trim(positions)
         with self._lock:
             self._core.spilling.trimmed(positions)
         for reducer in emptied:
             _log.info("a reducer has caught up: nothing of it is spilled any more", reducer=int(reducer))
+        return True
 
     # Seeing
 

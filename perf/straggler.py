@@ -186,7 +186,7 @@ class Run:
             during = self._until_others_are_done()
             away_s = time.monotonic() - stopped_s
             held = self._spilled()
-            files_bytes = self._spill_files_bytes()
+            files_bytes = spill_bytes(self._state, self._folder)
             self._workers.start("reducer", AWAY)
             catch_up_s = self._until_all_is_done()
             self._kill_at_s = None
@@ -315,9 +315,9 @@ class Run:
 
     def _wait_for_empty_spill(self) -> int:
         deadline_s = time.monotonic() + 15
-        while self._spill_files_bytes() and time.monotonic() < deadline_s:
+        while spill_bytes(self._state, self._folder) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
-        return self._spill_files_bytes()
+        return spill_bytes(self._state, self._folder)
 
     def _spilled(self) -> dict[str, int]:
         """For the reducer that is away; and for the others, which may be late for a moment when all begins."""
@@ -327,21 +327,18 @@ class Run:
         found = {name: sum(row[name] for row in own) for name in ("rows", "bytes")}
         return {**found, "others_bytes": sum(row["bytes"] for row in others)}
 
-    def _spill_files_bytes(self) -> int:
-        """Of all files of the spill queues, those staged and not published included."""
-        names = {queue.name for queue in self._state.queues()}
-        ids = [
-            self._state.queue(name).queue_id
-            for index in range(MAPPERS)
-            if (name := spill_queue(PROCESSOR, index)) in names
-        ]
-        size_bytes = 0
-        for queue_id in ids:
-            for pattern in (f"q{queue_id}-*.seg", f"staged-{queue_id}-*.seg"):
-                for path in (self._folder / "store").rglob(pattern):
-                    with suppress(FileNotFoundError):
-                        size_bytes += path.stat().st_size
-        return size_bytes
+
+def spill_bytes(state: StateClient, folder: Path) -> int:
+    """Of all files of the spill queues, those staged and not published included."""
+    names = {queue.name for queue in state.queues()}
+    ids = [state.queue(name).queue_id for index in range(MAPPERS) if (name := spill_queue(PROCESSOR, index)) in names]
+    size_bytes = 0
+    for queue_id in ids:
+        for pattern in (f"q{queue_id}-*.seg", f"staged-{queue_id}-*.seg"):
+            for path in (folder / "store").rglob(pattern):
+                with suppress(FileNotFoundError):
+                    size_bytes += path.stat().st_size
+    return size_bytes
 
 
 def compression_figures(seed: int) -> dict[str, Any]:

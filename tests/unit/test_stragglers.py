@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 
 from mapper.core import MappedBatch, MapperCore
 from mapper.mapping import cut
-from mapper.spill import SpillEnd, encode
+from mapper.reader import PartitionReader
+from mapper.spill import Spill, SpillEnd, encode
+from mapper.spill_store import SPILLS_KEY, SPILLS_VALUE, SpillStore, spills_table
+from mapper.state import MAPPERS_KEY, MAPPERS_VALUE, mappers_table
 from mapper.stragglers import STANDING_AGES, Stragglers
+from mapper.trim import LOOK_S, Trimmer
 from shuffle.config import SpillSpec
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.messages import GetRows
+from statestore import StateClient
 
 AGE_MS = 100
 SCHEMA = pa.schema([("v", pa.string())])
@@ -48,6 +56,15 @@ def test_most_away_means_that_nobody_is() -> None:
     assert not run([[10 * step, 0, 0, 0] for step in range(40)])[-1]
 
 
+def test_one_is_suspected_at_half_the_age() -> None:
+    one = Stragglers(3, 0.5, AGE_MS)
+    found = []
+    for step in range(4):
+        one.tick(step * 30, [10 * step, 10 * step, 0], [False] * 3)
+        found.append((one.is_suspecting, bool(one.current)))
+    assert found == [(False, False), (False, False), (False, False), (True, False)]
+
+
 def test_single_reducer_is_never_a_straggler() -> None:
     assert not any(run([[0]] * 20))
 
@@ -72,7 +89,12 @@ def fetch(core: MapperCore, reducer: int, committed: int, cursor: int | None = N
 
 def outage(core: MapperCore, entries: int = 8) -> None:
     """Reducer 2 stays away while the others commit all they get."""
-    for number in range(entries):
+    outage_from(core, 0, entries)
+
+
+def outage_from(core: MapperCore, begin: int, entries: int) -> None:
+    """The same, after ``begin`` entries."""
+    for number in range(begin, begin + entries):
         ingest(core, [0, 1, 2])
         for reducer in (0, 1):
             fetch(core, reducer, fetch(core, reducer, 3 * (number - 1) + reducer if number else -1))
@@ -140,3 +162,57 @@ def test_blocked_spill_is_tried_again_later() -> None:
     core.tick(100_000)
     core.tick(100_050)
     assert core.spilling.blocked is None
+
+
+def test_restart_knows_what_of_the_spill_was_committed() -> None:
+    for committed, is_served in ((19, False), (20, True)):
+        core = core_with(SPEC)
+        outage(core)
+        plan = core.trim_plan()
+        assert plan is not None
+        _, end = encode(plan.spill[ReducerIndex(2)], SpillEnd(), ShuffleIndex(-1), "none", 0)
+        core.restart(plan.state, {ReducerIndex(2): ShuffleIndex(committed)})
+        assert core.is_served, "nothing is mapped again yet"
+        core.forget_spill()
+        assert not core.is_served, "nobody knows"
+        core.load_spill({ReducerIndex(2): Spill(end, 0, 0, 0)})
+        assert core.is_served == is_served
+        assert (core.spilling.trims() == {2: end.position}) == is_served
+
+
+class TrimmedInput(PartitionReader):
+    """Remembers up to where it was trimmed."""
+
+    def __init__(self) -> None:
+        self.trimmed = 0
+
+    @property
+    def schema(self) -> pa.Schema:
+        return SCHEMA
+
+    def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
+        return SCHEMA.empty_table(), token
+
+    def trim(self, row_index: int, token: Token) -> None:
+        self.trimmed = row_index
+
+
+def test_input_is_trimmed_once_in_a_period_and_not_with_every_spill(tmp_path: Path) -> None:
+    core, reader = core_with(SPEC), TrimmedInput()
+    with StateClient.open(tmp_path) as client:
+        client.create_table(mappers_table("p"), key=MAPPERS_KEY, value=MAPPERS_VALUE)
+        client.create_table(spills_table("p"), key=SPILLS_KEY, value=SPILLS_VALUE)
+        spill = SpillStore(client, "p", MapperIndex(0), 3)
+        trimmer = Trimmer(client, "p", core, reader, threading.RLock(), spill=spill, period_s=3600.0)
+        outage(core, entries=1)
+        assert trimmer.pause_s == 3600, "a light window"
+        outage_from(core, 1, entries=7)
+        assert trimmer.pause_s == LOOK_S, "a heavy one"
+        for hurry, is_trimmed in ((False, True), (False, False), (True, True)):
+            if hurry:
+                trimmer.hurry()
+            before = reader.trimmed
+            assert trimmer.trim()
+            assert core.persisted.input_unread_row_index == core.next_input_index - 1
+            assert reader.trimmed == (core.persisted.input_unread_row_index if is_trimmed else before)
+            outage_from(core, core.next_input_index, entries=8)

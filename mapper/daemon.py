@@ -173,7 +173,8 @@ class _Daemon:
         self._client = client
         self._worker = worker
         self._reader = reader
-        self._metrics = MapperMetrics(spec.processor, index)
+        self._metrics_port = spec.metrics_port("mapper", index)
+        self._metrics = MapperMetrics(spec.processor, index, self._metrics_port is not None)
         self._core = MapperCore(worker.guid, index, worker.reducer_count, spec.mapper.memory_bytes, spec.spill)
         spill = SpillStore(client, spec.processor, index, worker.reducer_count, spec.spill.compression)
         self._shared = SharedCore(self._core, worker.reducer_count, spill.read)
@@ -202,9 +203,9 @@ class _Daemon:
             closing.callback(server.close, CLOSE_S)
             address = advertised(server.address)
             attributes = {"index": str(self._worker.index), "address": address}
-            port = self._spec.metrics_port("mapper", self._worker.index)
-            if port is not None:
-                attributes["metrics"] = closing.enter_context(serve_metrics(self._metrics.registry, port=port)).address
+            if self._metrics_port is not None:
+                server_of_metrics = serve_metrics(self._metrics.registry, port=self._metrics_port)
+                attributes["metrics"] = closing.enter_context(server_of_metrics).address
             closing.enter_context(self._trimming(stop))
             group = mappers_group(self._spec.processor)
             membership = Membership(self._client, group, self._worker.guid, attributes, self._spec.lease_ttl_ms)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 ROOM_WAIT_S = 1.0
 """A full mapper looks this often whether it still is the only instance."""
 
-FULL_WAIT_S = 0.05
+FULL_WAIT_S = 0.01
 """A mapper that has been full for so long gives freed memory back. Doing so before each batch would cost as much as
 partitioning it: every page that is given back has to be made again."""
 

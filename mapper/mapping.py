@@ -50,10 +50,13 @@ class Mapping:
             raise UserCodeError(
                 f"{self._who}: {self._class}.map must return a PartitionedRowset, not {type(result).__name__}"
             )
-        mapped = self._check_schema(plain(result.rows))
+        indexes = result.partition_indexes
+        # What ``map`` returned is often in many pieces. Once they are one, they need not be held while that is cut.
+        mapped = self._check_schema(plain(result.rows)).combine_chunks()
+        del result
         if self.schema is None:
             self.schema = mapped.schema
-        parts = cut(mapped, result.partition_indexes, self.spec.reducer_count)
+        parts = cut(mapped, indexes, self.spec.reducer_count)
         return MappedBatch(self.schema, mapped.num_rows, parts, letters)
 
     def _call(self, rows: pa.Table) -> PartitionedRowset:

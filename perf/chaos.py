@@ -81,12 +81,11 @@ class Tunnels:
 def worker(arguments: Sequence[str]) -> None:
     """A mapper or reducer whose connections go through the proxy. The product itself leaves proxies alone."""
     import shuffle.flight
-    import statestore.remote
     import statestore.sockets
 
     die_with_parent(int(arguments[0]))
-    for options in (shuffle.flight._CHANNEL_OPTIONS, statestore.remote._CHANNEL_OPTIONS):
-        options[:] = [(name, 1 if name == "grpc.enable_http_proxy" else value) for name, value in options]
+    options = shuffle.flight._CHANNEL_OPTIONS
+    options[:] = [(name, 1 if name == "grpc.enable_http_proxy" else value) for name, value in options]
     vars(statestore.sockets)["socket"] = Tunnels(os.environ[PROXY_VARIABLE])
     sys.argv[:] = list(arguments[1:])
     runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

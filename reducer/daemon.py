@@ -111,7 +111,8 @@ class ReducerDaemon:
             )
         self.guid = new_guid()
         self.index = ReducerIndex(index)
-        self.metrics = ReducerMetrics(spec.processor, index)
+        self._metrics_port = spec.metrics_port("reducer", index)
+        self.metrics = ReducerMetrics(spec.processor, index, self._metrics_port is not None)
         self._spec = spec
         self._client = client
         self._mapper_count = mapper_count
@@ -136,9 +137,8 @@ class ReducerDaemon:
         self._pipeline.restart(persisted)
         with ExitStack() as stack:
             attributes = {"index": str(self.index)}
-            port = spec.metrics_port("reducer", self.index)
-            if port is not None:
-                server = stack.enter_context(serve_metrics(self.metrics.registry, port=port))
+            if self._metrics_port is not None:
+                server = stack.enter_context(serve_metrics(self.metrics.registry, port=self._metrics_port))
                 attributes["metrics"] = server.address
             stack.enter_context(
                 Membership(self._client, reducers_group(spec.processor), self.guid, attributes, spec.lease_ttl_ms)

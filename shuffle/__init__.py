@@ -1,17 +1,21 @@
-"""What a user's module imports to write a streaming processor."""
+"""What a user's module imports to write a streaming processor.
+
+Each name is looked up when it is first asked for: a worker has only what its user's module wants in memory, and can
+arrange how the large libraries behave before the first of them is imported (``footprint``).
+"""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from shuffle.aggregates import Count, Last, Max, Min, Sum
-from shuffle.api import Mapper, PartitionedRowset, Reducer
-from shuffle.errors import ShuffleError
-from shuffle.library import AggregateReducer, HashMapper
-from shuffle.partition import hash_partition
 
 if TYPE_CHECKING:
     from mapper.reader import PartitionReader
+    from shuffle.aggregates import Count, Last, Max, Min, Sum
+    from shuffle.api import Mapper, PartitionedRowset, Reducer
+    from shuffle.errors import ShuffleError
+    from shuffle.library import AggregateReducer, HashMapper
+    from shuffle.partition import hash_partition
 
 __all__ = [
     "AggregateReducer",
@@ -29,14 +33,22 @@ __all__ = [
     "hash_partition",
 ]
 
+_MODULES = {
+    "mapper.reader": ("PartitionReader",),
+    "shuffle.aggregates": ("Count", "Last", "Max", "Min", "Sum"),
+    "shuffle.api": ("Mapper", "PartitionedRowset", "Reducer"),
+    "shuffle.errors": ("ShuffleError",),
+    "shuffle.library": ("AggregateReducer", "HashMapper"),
+    "shuffle.partition": ("hash_partition",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
 
 def __getattr__(name: str) -> Any:
-    # The mapper imports this package, so its part of the user API is looked up when it is first asked for.
-    if name == "PartitionReader":
-        from mapper.reader import PartitionReader
-
-        return PartitionReader
-    raise AttributeError(f"module 'shuffle' has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'shuffle' has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    return found
 
 
 def __dir__() -> list[str]:

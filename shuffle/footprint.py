@@ -13,6 +13,7 @@ from importlib.abc import MetaPathFinder
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 
 
 def keep_small() -> None:
@@ -22,19 +23,33 @@ def keep_small() -> None:
     os.environ.setdefault("ACERO_ALIGNMENT_HANDLING", "ignore")
 
 
+def share_freed() -> None:
+    """Memory that one thread has freed serves any other, and is given back whole. To be called before Arrow is used.
+
+    A mapper's rows are made by the thread that maps, copied by those that serve, and freed by whoever hears of their
+    commit. An allocator with a pool for each thread, as Arrow's own is, or as the C library's is unless told otherwise,
+    keeps several times the memory limit that way. The pieces are large and few, so threads do not wait for each other.
+    """
+    if _mallopt(_M_ARENA_MAX, 1):
+        os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+
+
 def keep_received(spare_bytes: int) -> None:
     """Up to ``spare_bytes`` that were freed stay with this process, for the rows that come next.
 
     gRPC puts every message that it receives into memory from malloc, which gives such large pieces back to the system
     as soon as they are free. Getting them again, page by page, is a good part of what receiving rows costs.
     """
+    if _mallopt(_M_TRIM_THRESHOLD, spare_bytes):
+        # Named, or the first call would have fixed it at 128 KiB; more than this malloc does not accept.
+        _mallopt(_M_MMAP_THRESHOLD, min(spare_bytes, 32 << 20))
+
+
+def _mallopt(option: int, value: int) -> bool:
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        return bool(ctypes.CDLL(None).mallopt(option, value))
     except (OSError, AttributeError):
-        return  # Another C library: it has its own ways.
-    mallopt(_M_TRIM_THRESHOLD, spare_bytes)
-    # Named, or the first call would have fixed it at 128 KiB; more than this malloc does not accept.
-    mallopt(_M_MMAP_THRESHOLD, min(spare_bytes, 32 << 20))
+        return False  # Another C library: it has its own ways.
 
 
 def _leave_pandas_out() -> None:

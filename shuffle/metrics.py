@@ -10,23 +10,46 @@ import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
+from typing import TYPE_CHECKING, cast
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, start_http_server
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Half a millisecond is one synced write of a good disk; half a minute is as good as stuck."""
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # One more series per counter, and nobody asks for it.
-
 _LABELS = ("processor", "role", "index")
 
 
-class _Metrics:
-    """A registry, and shorthands that bind the labels once: the hot path then pays for an addition only."""
+class _Nothing:
+    """A counter, gauge or histogram that counts nothing."""
 
-    def __init__(self, processor: str, role: str, index: int | str) -> None:
-        self.registry = CollectorRegistry()
+    def inc(self, amount: float = 1) -> None:
+        pass
+
+    def set(self, value: float) -> None:
+        pass
+
+    def observe(self, amount: float) -> None:
+        pass
+
+
+class _Metrics:
+    """A registry, and shorthands that bind the labels once: the hot path then pays for an addition only.
+
+    Where nobody can read them, as ``enabled`` says, nothing is counted: the library for it brings Python's HTTP server
+    and client and TLS along, which is 8 MB in every worker.
+    """
+
+    def __init__(self, processor: str, role: str, index: int | str, enabled: bool = True) -> None:
+        self.registry: CollectorRegistry | None = None
         self._values = (processor, role, str(index))
+        if not enabled:
+            return
+        from prometheus_client import CollectorRegistry, disable_created_metrics
+
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # One more series per counter, and nobody asks for it.
+        self.registry = CollectorRegistry()
         written = self._gauge("process_written_bytes", "Bytes this process has caused to be written to storage")
         written.set_function(storage_bytes_written)
         reads = self._gauge("process_read_bytes", "Bytes this process has caused to be read from storage")
@@ -35,23 +58,39 @@ class _Metrics:
         memory.set_function(resident_bytes)
 
     def _counter(self, name: str, what: str) -> Counter:
+        if self.registry is None:
+            return cast("Counter", _Nothing())
+        from prometheus_client import Counter
+
         return Counter(f"shuffle_{name}", what, _LABELS, registry=self.registry).labels(*self._values)
 
     def _gauge(self, name: str, what: str) -> Gauge:
+        if self.registry is None:
+            return cast("Gauge", _Nothing())
+        from prometheus_client import Gauge
+
         return Gauge(f"shuffle_{name}", what, _LABELS, registry=self.registry).labels(*self._values)
 
     def _gauges_by_reducer(self, name: str, what: str) -> Callable[[int], Gauge]:
+        if self.registry is None:
+            return lambda reducer: cast("Gauge", _Nothing())
+        from prometheus_client import Gauge
+
         gauge = Gauge(f"shuffle_{name}", what, (*_LABELS, "reducer"), registry=self.registry)
         return lambda reducer: gauge.labels(*self._values, str(reducer))
 
     def _seconds(self, name: str, what: str) -> Histogram:
+        if self.registry is None:
+            return cast("Histogram", _Nothing())
+        from prometheus_client import Histogram
+
         histogram = Histogram(f"shuffle_{name}", what, _LABELS, buckets=SECONDS_BUCKETS, registry=self.registry)
         return histogram.labels(*self._values)
 
 
 class MapperMetrics(_Metrics):
-    def __init__(self, processor: str, index: int) -> None:
-        super().__init__(processor, "mapper", index)
+    def __init__(self, processor: str, index: int, enabled: bool = True) -> None:
+        super().__init__(processor, "mapper", index, enabled)
         self.input_rows = self._counter("input_rows", "Rows read from the input")
         self.input_bytes = self._counter("input_bytes", "Bytes of the rows read from the input")
         self.shuffle_rows = self._counter("shuffle_rows", "Rows that map produced")
@@ -74,8 +113,8 @@ class MapperMetrics(_Metrics):
 
 
 class ReducerMetrics(_Metrics):
-    def __init__(self, processor: str, index: int) -> None:
-        super().__init__(processor, "reducer", index)
+    def __init__(self, processor: str, index: int, enabled: bool = True) -> None:
+        super().__init__(processor, "reducer", index, enabled)
         self.fetched_rows = self._counter("fetched_rows", "Rows fetched from mappers, repeated ones included")
         self.fetched_bytes = self._counter("fetched_bytes", "Bytes fetched from mappers, repeated ones included")
         self.reduced_rows = self._counter("reduced_rows", "Rows whose effect is committed")
@@ -134,6 +173,8 @@ class MetricsServer:
     """Serves one registry at ``http://host:port/metrics`` until closed."""
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        from prometheus_client import start_http_server
+
         self.host = host
         self._server, self._thread = start_http_server(port, addr=host, registry=registry)
         self.port: int = self._server.server_port
@@ -157,6 +198,7 @@ class MetricsServer:
             self._thread.join(timeout=5)
 
 
-def serve_metrics(registry: CollectorRegistry, host: str = "127.0.0.1", port: int = 0) -> MetricsServer:
+def serve_metrics(registry: CollectorRegistry | None, host: str = "127.0.0.1", port: int = 0) -> MetricsServer:
     """Starts the endpoint; port 0 takes any free one, which ``port`` of the answer tells."""
+    assert registry is not None, "metrics that are not enabled cannot be served"
     return MetricsServer(registry, host, port)

@@ -12,7 +12,6 @@ distribution it was made with. What may not change is kept beside it and compare
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
 import inspect
 import json
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
 from mapper.folder import partition_folders
 from mapper.spill_store import SPILLS_KEY, SPILLS_VALUE
@@ -214,7 +214,8 @@ def code_digest(mapper_class: type[Any]) -> str:
     """A digest of what the user's class does: its compiled methods, its plain attributes, and the constants and
     functions of its module that they use. Comments, docstrings and layout do not matter.
 
-    It is compared only under the same version of Python, whose name it begins with: another one compiles otherwise.
+    It is compared only with one that begins alike: of the same version of Python, since another one compiles otherwise,
+    and of the same kind. (Those of ``hashlib`` would bring OpenSSL into each worker, which is 4 MB.)
     """
     parts: list[str] = []
     for cls in mapper_class.__mro__:
@@ -227,8 +228,8 @@ def code_digest(mapper_class: type[Any]) -> str:
                 parts.extend(_function_parts(function, set()))
             elif not name.startswith("__") and name != "_abc_impl":
                 parts.append(f"{name}={_plain(member)}")
-    digest = hashlib.sha256("\0".join(parts).encode("utf-8", "backslashreplace")).hexdigest()
-    return f"{sys.implementation.cache_tag}:{digest[:32]}"
+    digest = xxhash.xxh3_128_hexdigest("\0".join(parts).encode("utf-8", "backslashreplace"))
+    return f"{sys.implementation.cache_tag}-xxh3:{digest}"
 
 
 def _function_parts(function: FunctionType, seen: set[CodeType]) -> Iterator[str]:

@@ -1,14 +1,18 @@
-"""The control plane of the daemon: the gRPC service of ``proto/control.proto``, health and reflection."""
+"""The control plane of the daemon: the gRPC service of ``proto/control.proto``, health and reflection.
+
+Its methods are Flight actions too, which is how our own clients ask them (``control_client``).
+"""
 
 from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
 import grpc
+from google.protobuf import json_format, message_factory
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -31,7 +35,9 @@ from statestore.proto import control_pb2_grpc
 from statestore.request import CreateQueue, CreateTable, Drop
 from statestore.schema import QueueSchema, TableSchema
 
-SERVICE = pb.DESCRIPTOR.services_by_name["Control"].full_name
+_CONTROL = pb.DESCRIPTOR.services_by_name["Control"]
+SERVICE = _CONTROL.full_name
+FLIGHT_SERVICE = "arrow.flight.protocol.FlightService"
 CONTROL_THREADS = 256
 """Each long poll of ``Watch`` holds one: enough for the workers of one machine to watch, and some to spare."""
 
@@ -142,6 +148,36 @@ def _guarded(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return call
 
 
+class FlightActions:
+    """``DoAction`` of Arrow Flight: every method of the control plane by its name, with JSON for its messages."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._methods = {
+            method.name: (getattr(plane, method.name), message_factory.GetMessageClass(method.input_type))
+            for method in _CONTROL.methods
+        }
+
+    @property
+    def handler(self) -> grpc.GenericRpcHandler:
+        action = grpc.unary_stream_rpc_method_handler(
+            _guarded(self._act), pb.FlightAction.FromString, pb.FlightResult.SerializeToString
+        )
+        return grpc.method_handlers_generic_handler(FLIGHT_SERVICE, {"DoAction": action})
+
+    def _act(self, action: pb.FlightAction, context: Any) -> Iterator[pb.FlightResult]:
+        if action.type not in self._methods:
+            raise BadInput(f"unknown action {action.type!r}: client and store are of different versions")
+        method, request = self._methods[action.type]
+        try:
+            asked = json_format.Parse(action.body, request())
+        except json_format.ParseError as error:
+            raise BadInput(f"not a request that {action.type} understands: {error}") from None
+        answer = json_format.MessageToJson(
+            method(asked, context), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        return iter([pb.FlightResult(body=answer.encode())])
+
+
 def check_listen(listen: str) -> None:
     """Raises when nobody can listen there: gRPC would say so too, but in lines of its own on stderr."""
     host, _, port = listen.rpartition(":")
@@ -164,6 +200,7 @@ def control_server(plane: ControlPlane, listen: str) -> tuple[Any, int]:
         options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4 << 20)],
     )
     control_pb2_grpc.add_ControlServicer_to_server(plane, server)  # type: ignore[no-untyped-call]
+    server.add_generic_rpc_handlers((FlightActions(plane).handler,))
     states = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(states, server)
     for name in ("", SERVICE):

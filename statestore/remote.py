@@ -1,4 +1,4 @@
-"""The store behind a daemon: rows over the lane or Flight exchanges, everything else over gRPC."""
+"""The store behind a daemon: rows over the lane or Flight exchanges, everything else from its control plane."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pyarrow as pa
 
 from shuffle import flight
-from shuffle.errors import BadInput, CommitUnknown, Expired, ShuffleError, StoreUnavailable, from_wire
+from shuffle.errors import BadInput, CommitUnknown, Expired, ShuffleError, StoreUnavailable
 from shuffle.limits import WAIT_MS_MAX
 from statestore.buffers import Binary
+from statestore.control_client import ControlClient, StoreInfo
 from statestore.disk import map_range
 from statestore.folder import served_at
 from statestore.group import Span
 from statestore.lane_frames import is_small
 from statestore.leases import Member
-from statestore.proto import control_pb2 as pb
-from statestore.proto import control_pb2_grpc
 from statestore.readahead import Question, ReadAhead
 from statestore.request import CatalogueChange, CommitRequest, Committed, CreateQueue, CreateTable
 from statestore.schema import QueueSchema, TableSchema
@@ -38,19 +36,11 @@ TIMEOUT_S_DEFAULT = 30.0
 
 CONNECT_TIMEOUT_S = 5.0
 
-RECONNECT_S_MAX = 1.5
-"""How long a call waits for a daemon that could not be reached the last time: a little over gRPC's longest back-off."""
+CLOSE_TIMEOUT_S = 1.0
+"""Of telling the daemon that something is not needed any more; if it cannot be told, it finds out by itself."""
 
 _NO_REVISION = 2**64 - 1
 """No group ever has this one, so a watch that names it returns at once."""
-
-_CHANNEL_OPTIONS = [
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
-]
 
 
 class RemoteStore:
@@ -67,10 +57,8 @@ class RemoteStore:
         self._target = _target(address)
         self._address = f"grpc://{self._target}"
         self._timeout_s = TIMEOUT_S_DEFAULT if timeout_s is None else timeout_s
-        self._channel = grpc.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
-        self._control = control_pb2_grpc.ControlStub(self._channel)  # type: ignore[no-untyped-call]
-        self._info: pb.InfoReply | None = None
-        self._unreachable = False
+        self._control = ControlClient(self._address)
+        self._info: StoreInfo | None = None
         self._local_files = local_files
         self._abandoned: deque[Moment] = deque()
         self._read_ahead = ReadAhead(self._read_wire)
@@ -84,16 +72,15 @@ class RemoteStore:
         self._sockets = SocketPool(self._lane_place, self._address)
         self._renewer: threading.Thread | None = None
         try:
-            self._refresh_info(CONNECT_TIMEOUT_S)
+            self._refresh_info()
         except BaseException:
             self.close()
             raise
 
     # --- connecting ---
 
-    def _refresh_info(self, timeout_s: float) -> pb.InfoReply:
-        info: pb.InfoReply = self._call("Info", pb.InfoRequest(), timeout_s)
-        self._info = info
+    def _refresh_info(self) -> StoreInfo:
+        self._info = info = self._control.info(CONNECT_TIMEOUT_S)
         folder = Path(info.folder)
         # The daemon's files can be mapped only where this very daemon has announced itself in that folder.
         self._maps_files = self._local_files and served_at(folder) == self._address
@@ -101,10 +88,10 @@ class RemoteStore:
 
     def _connect(self) -> Any:
         """A Flight client for the daemon as it is now: after a restart its data plane has another port."""
-        return flight.connect(f"grpc://{self._own_host(self._refresh_info(CONNECT_TIMEOUT_S).flight_address)}")
+        return flight.connect(f"grpc://{self._own_host(self._refresh_info().flight_address)}")
 
     def _lane_place(self) -> Place:
-        info = self._refresh_info(CONNECT_TIMEOUT_S)
+        info = self._refresh_info()
         host, _, port = self._own_host(info.lane_address).rpartition(":")
         if not port.isdigit():
             raise StoreUnavailable(f"the state store at {self._address} is of another version", address=self._address)
@@ -116,28 +103,8 @@ class RemoteStore:
         found = address.partition("://")[2]
         return self._target.rpartition(":")[0] + found if found.startswith(":") else found
 
-    def _call(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
-        try:
-            if self._unreachable:
-                # gRPC refuses calls until its back-off is over, though the daemon may be back already.
-                grpc.channel_ready_future(self._channel).result(RECONNECT_S_MAX)
-                self._unreachable = False
-            return getattr(self._control, method)(request, timeout=timeout_s or self._timeout_s)
-        except grpc.FutureTimeoutError:
-            raise StoreUnavailable(
-                f"the state store at {self._address} cannot be reached: is it running?", address=self._address
-            ) from None
-        except grpc.RpcError as error:
-            details = error.details() or ""
-            if details.startswith('{"code":'):
-                raise from_wire(details) from None
-            self._unreachable = error.code() == grpc.StatusCode.UNAVAILABLE
-            raise StoreUnavailable(
-                f"the state store at {self._address} cannot be reached ({error.code().name.lower()}): is it running?",
-                address=self._address,
-            ) from None
-        except ValueError:
-            raise StoreUnavailable("the client is closed", address=self._address) from None
+    def _call(self, method: str, **fields: Any) -> dict[str, Any]:
+        return self._control.call(method, self._timeout_s, **fields)
 
     def _ask(self, header: Header, rows: Rows | None = None, wait_ms: int = 0) -> Answer:
         """A question that may be asked twice: once more when the daemon went away, since it may be back."""
@@ -166,12 +133,14 @@ class RemoteStore:
     def _session(self) -> int:
         with self._session_lock:
             if not self._session_id:
-                reply = self._call("OpenSession", pb.OpenSessionRequest(ttl_ms=self._session_ttl_ms))
-                self._session_id = reply.session_id
+                self._session_id = self._open_session(self._session_ttl_ms)
                 if self._renewer is None:
                     self._renewer = threading.Thread(target=self._renew_session, name="store-session", daemon=True)
                     self._renewer.start()
             return self._session_id
+
+    def _open_session(self, ttl_ms: int) -> int:
+        return int(self._call("OpenSession", ttl_ms=ttl_ms)["session_id"])
 
     def _renew_session(self) -> None:
         while not self._closed.wait(self._session_ttl_ms / 3000):
@@ -181,7 +150,7 @@ class RemoteStore:
             while self._abandoned:
                 self.release_moment(self._abandoned.popleft())
             try:
-                self._call("RenewSession", pb.SessionRequest(session_id=session_id), self._session_ttl_ms / 3000)
+                self._control.call("RenewSession", self._session_ttl_ms / 3000, session_id=session_id)
             except Expired:
                 self._forget_session(session_id)
             except ShuffleError:
@@ -208,22 +177,18 @@ class RemoteStore:
     # --- the catalogue ---
 
     def tables(self) -> list[TableSchema]:
-        reply = self._call("ListTables", pb.ListTablesRequest())
-        return [TableSchema.from_json(text) for text in reply.schema_json]
+        return [TableSchema.from_json(text) for text in self._call("ListTables")["schema_json"]]
 
     def queues(self) -> list[QueueSchema]:
-        reply = self._call("ListQueues", pb.ListQueuesRequest())
-        return [QueueSchema.from_json(text) for text in reply.schema_json]
+        return [QueueSchema.from_json(text) for text in self._call("ListQueues")["schema_json"]]
 
     def change_catalogue(self, change: CatalogueChange) -> None:
         if isinstance(change, CreateTable):
-            table = pb.CreateTableRequest(schema_json=change.schema.to_json(), if_not_exists=change.if_not_exists)
-            self._call("CreateTable", table)
+            self._call("CreateTable", schema_json=change.schema.to_json(), if_not_exists=change.if_not_exists)
         elif isinstance(change, CreateQueue):
-            queue = pb.CreateQueueRequest(schema_json=change.schema.to_json(), if_not_exists=change.if_not_exists)
-            self._call("CreateQueue", queue)
+            self._call("CreateQueue", schema_json=change.schema.to_json(), if_not_exists=change.if_not_exists)
         else:
-            self._call("Drop", pb.DropRequest(kind=change.kind, name=change.name))
+            self._call("Drop", kind=change.kind, name=change.name)
 
     # --- reading tables ---
 
@@ -233,12 +198,12 @@ class RemoteStore:
 
     def share_moment(self, ttl_ms: int) -> Moment:
         # A session of its own: it must live on when this process ends.
-        session_id = self._call("OpenSession", pb.OpenSessionRequest(ttl_ms=ttl_ms)).session_id
+        session_id = self._open_session(ttl_ms)
         answer, _ = self._ask({"op": "open", "session": session_id})
         return Moment(answer["moment"], answer["version"], session_id)
 
     def renew_moment(self, moment: Moment) -> None:
-        self._call("RenewSession", pb.SessionRequest(session_id=moment.session_id or self._session()))
+        self._call("RenewSession", session_id=moment.session_id or self._session())
 
     def abandon_moment(self, moment: Moment) -> None:
         self._abandoned.append(moment)
@@ -246,7 +211,7 @@ class RemoteStore:
     def release_moment(self, moment: Moment) -> None:
         if moment.session_id:
             with contextlib.suppress(ShuffleError):
-                self._call("CloseSession", pb.SessionRequest(session_id=moment.session_id), 1.0)
+                self._control.call("CloseSession", CLOSE_TIMEOUT_S, session_id=moment.session_id)
             return
         if self._closed.is_set() or not self._session_id:
             return
@@ -340,33 +305,31 @@ class RemoteStore:
     # --- leases ---
 
     def register(self, group: str, member: str, attributes: Mapping[str, str], ttl_ms: int) -> int:
-        try:
-            request = pb.RegisterRequest(group=group, member=member, attributes=dict(attributes), ttl_ms=ttl_ms)
-        except (TypeError, ValueError) as error:
-            raise BadInput(f"group {group!r}, member {member!r}: not a lease: {error}") from None
-        return int(self._call("Register", request).lease_id)
+        given = {"group": group, "member": member, "attributes": dict(attributes), "ttl_ms": ttl_ms}
+        return int(self._call("Register", **given)["lease_id"])
 
     def renew(self, lease_id: int) -> None:
-        self._call("Renew", pb.LeaseRequest(lease_id=lease_id))
+        self._call("Renew", lease_id=lease_id)
 
     def leave(self, lease_id: int) -> None:
-        self._call("Leave", pb.LeaseRequest(lease_id=lease_id))
+        self._call("Leave", lease_id=lease_id)
 
     def members(self, group: str) -> tuple[int, list[Member]]:
-        return _members(self._call("Members", pb.MembersRequest(group=group)))
+        return _members(self._call("Members", group=group))
 
     def watch(self, group: str, revision: int, wait_ms: int) -> tuple[int, list[Member]]:
         wait_ms = min(wait_ms, WAIT_MS_MAX)
-        request = pb.WatchRequest(group=group, revision=revision if revision >= 0 else _NO_REVISION, wait_ms=wait_ms)
-        return _members(self._call("Watch", request, self._timeout_s + wait_ms / 1000))
+        timeout_s = self._timeout_s + wait_ms / 1000
+        known = revision if revision >= 0 else _NO_REVISION
+        return _members(self._control.call("Watch", timeout_s, group=group, revision=known, wait_ms=wait_ms))
 
     def groups(self) -> list[str]:
-        return list(self._call("Groups", pb.GroupsRequest()).groups)
+        return list(self._call("Groups")["groups"])
 
     # --- the rest ---
 
     def stats(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._call("Stats", pb.StatsRequest()).stats_json)
+        found: dict[str, Any] = json.loads(self._call("Stats")["stats_json"])
         return found
 
     @property
@@ -382,12 +345,12 @@ class RemoteStore:
             return
         if self._session_id:
             with contextlib.suppress(ShuffleError):
-                self._call("CloseSession", pb.SessionRequest(session_id=self._session_id), 1.0)
+                self._control.call("CloseSession", CLOSE_TIMEOUT_S, session_id=self._session_id)
         self._closed.set()
         self._read_ahead.close()
         self._streams.close()
         self._sockets.close()
-        self._channel.close()
+        self._control.close()
 
 
 def _target(address: str) -> str:
@@ -416,5 +379,5 @@ def _rows(answer: Answer) -> Rows:
     return answer[1][0]
 
 
-def _members(reply: pb.MembersReply) -> tuple[int, list[Member]]:
-    return reply.revision, [Member(member.name, dict(member.attributes)) for member in reply.members]
+def _members(reply: dict[str, Any]) -> tuple[int, list[Member]]:
+    return int(reply["revision"]), [Member(member["name"], member["attributes"]) for member in reply["members"]]

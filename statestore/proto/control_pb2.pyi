@@ -181,3 +181,17 @@ class StatsReply(_message.Message):
     STATS_JSON_FIELD_NUMBER: _ClassVar[int]
     stats_json: str
     def __init__(self, stats_json: _Optional[str] = ...) -> None: ...
+
+class FlightAction(_message.Message):
+    __slots__ = ("type", "body")
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    type: str
+    body: bytes
+    def __init__(self, type: _Optional[str] = ..., body: _Optional[bytes] = ...) -> None: ...
+
+class FlightResult(_message.Message):
+    __slots__ = ("body",)
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    body: bytes
+    def __init__(self, body: _Optional[bytes] = ...) -> None: ...

@@ -1,0 +1,89 @@
+"""The client's end of the control plane: its methods as Flight actions.
+
+The daemon's control plane is a gRPC service, for tools, probes and clients in any language. Arrow Flight is gRPC too,
+so the library that carries the rows can ask it as well. Python's own gRPC library would be another copy of all that in
+each worker: 20 MB of memory.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from shuffle import flight
+from shuffle.errors import BadInput, StoreUnavailable
+
+RECONNECT_S_MAX = 1.5
+"""How long a call waits for a daemon that could not be reached the last time: it may be on its way up."""
+
+RECONNECT_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class StoreInfo:
+    """Who serves, and where the rows are: ``InfoReply`` of ``proto/control.proto``."""
+
+    flight_address: str
+    folder: str
+    store_id: str
+    version: str
+    lane_address: str
+    lane_local_name: str
+
+
+class ControlClient:
+    """The control plane at ``address``. Safe to use from many threads; reconnects by itself."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._client = flight.connect(address)
+        self._unreachable = False
+        self._closed = threading.Event()
+
+    def info(self, timeout_s: float) -> StoreInfo:
+        found = self.call("Info", timeout_s)
+        return StoreInfo(**{name: str(found.get(name, "")) for name in StoreInfo.__dataclass_fields__})
+
+    def call(self, method: str, timeout_s: float, /, **fields: Any) -> dict[str, Any]:
+        """The reply of ``method`` to the request with these fields, both as protobuf's JSON."""
+        try:
+            body = json.dumps(fields).encode()
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"not a request that {method} understands: {error}") from None
+        if self._unreachable:
+            self._reconnect()
+        return self._ask(self._client, method, body, timeout_s)
+
+    def _reconnect(self) -> None:
+        """On a new connection: the old one refuses calls until its back-off is over, though the daemon may be back."""
+        deadline_s = time.monotonic() + RECONNECT_S_MAX
+        while True:
+            client = flight.connect(self._address)
+            try:
+                self._ask(client, "Info", b"{}", RECONNECT_S_MAX)
+            except StoreUnavailable:
+                if time.monotonic() >= deadline_s or self._closed.wait(RECONNECT_PAUSE_S):
+                    raise
+            else:
+                self._client, self._unreachable = client, False
+                return
+
+    def _ask(self, client: Any, method: str, body: bytes, timeout_s: float) -> dict[str, Any]:
+        if self._closed.is_set():
+            raise StoreUnavailable("the client is closed", address=self._address)
+        try:
+            answer = flight.do_action(
+                client, method, body, who=f"the state store at {self._address}", timeout_s=timeout_s
+            )
+            found: dict[str, Any] = json.loads(answer)
+            return found
+        except StoreUnavailable as error:
+            self._unreachable = True
+            raise StoreUnavailable(error.message, address=self._address) from None
+
+    def close(self) -> None:
+        self._closed.set()
+        self._client.close()

@@ -1,0 +1,85 @@
+"""The control plane of the daemon: the same answers to gRPC's callers and to Flight's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from shuffle.errors import BadInput, Expired, StoreUnavailable
+from statestore.control_client import ControlClient
+from statestore.proto import control_pb2 as pb
+from statestore.proto import control_pb2_grpc
+from tests.daemons import StoreProcess
+
+TIMEOUT_S = 10.0
+LEASE_ID_MAX = 2**64 - 1
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
+    with StoreProcess(tmp_path_factory.mktemp("control") / "state") as running:
+        yield running
+
+
+@pytest.fixture
+def flight(daemon: StoreProcess) -> Iterator[ControlClient]:
+    client = ControlClient(daemon.address)
+    yield client
+    client.close()
+
+
+def test_grpc_and_flight_say_the_same(daemon: StoreProcess, flight: ControlClient) -> None:
+    attributes = {"where": 'a "place" \\ \u00fc'}
+    with grpc.insecure_channel(daemon.listen) as channel:
+        stub: Any = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
+        request = pb.RegisterRequest(group="g", member="by grpc", attributes=attributes, ttl_ms=60_000)
+        stub.Register(request, timeout=TIMEOUT_S)
+        lease = flight.call("Register", TIMEOUT_S, group="g", member="by flight", attributes=attributes, ttl_ms=60_000)
+        seen = stub.Members(pb.MembersRequest(group="g"), timeout=TIMEOUT_S)
+        found = flight.call("Members", TIMEOUT_S, group="g")
+        assert {member.name: dict(member.attributes) for member in seen.members} == {
+            member["name"]: member["attributes"] for member in found["members"]
+        }
+        assert seen.revision == int(found["revision"])
+        stub.Leave(pb.LeaseRequest(lease_id=int(lease["lease_id"])), timeout=TIMEOUT_S)
+        assert [member["name"] for member in flight.call("Members", TIMEOUT_S, group="g")["members"]] == ["by grpc"]
+        info = stub.Info(pb.InfoRequest(), timeout=TIMEOUT_S)
+        assert flight.info(TIMEOUT_S).lane_local_name == info.lane_local_name
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "error"),
+    [
+        ("Rename", {}, BadInput),
+        ("Members", {"grup": "g"}, BadInput),
+        ("Register", {"group": "g", "member": "m", "attributes": {"a": 1}, "ttl_ms": 1000}, BadInput),
+        ("Register", {"group": "g", "member": "m", "attributes": {}, "ttl_ms": -1}, BadInput),
+        ("Register", {"group": "g", "member": "m", "attributes": {}, "ttl_ms": object()}, BadInput),
+        ("Renew", {"lease_id": LEASE_ID_MAX}, Expired),
+    ],
+)
+def test_action_that_fails_has_a_typed_error(
+    flight: ControlClient, method: str, fields: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        flight.call(method, TIMEOUT_S, **fields)
+    assert flight.call("Groups", TIMEOUT_S)["groups"] is not None, "and the next one is answered"
+
+
+def test_daemon_that_went_away_is_found_again_at_the_next_call(tmp_path: Path) -> None:
+    with StoreProcess(tmp_path / "state") as first:
+        listen, address = first.listen, first.address
+        client = ControlClient(address)
+        before = client.info(TIMEOUT_S)
+    with pytest.raises(StoreUnavailable, match="is it running"):
+        client.call("Groups", TIMEOUT_S)
+    with StoreProcess(tmp_path / "state", listen=listen):
+        assert client.call("Groups", TIMEOUT_S) == {"groups": []}
+        assert client.info(TIMEOUT_S).store_id != before.store_id
+    client.close()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        client.call("Groups", TIMEOUT_S)

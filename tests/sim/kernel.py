@@ -151,18 +151,15 @@ class Task:
         self.parked = False
         self.turn_number += turn_number == 0
         world.log("run", process.name, self.name)
-        self._switch()
+        before, world.current = world.current, self
+        self._turn.resume()
+        world.current = before
 
     def unwind(self) -> None:
         if not self.ended:
-            self._switch()
-
-    def _switch(self) -> None:
-        world = self.process.world
-        before, world.current = world.current, self
-        try:
+            world = self.process.world
+            before, world.current = world.current, self
             self._turn.resume()
-        finally:
             world.current = before
 
 

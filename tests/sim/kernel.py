@@ -8,9 +8,9 @@ until it waits for something; then the next event happens. Whatever a task of a 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import random
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 from tests.sim.switching import new_turn
@@ -79,6 +79,20 @@ class Process:
 class Task:
     """One thread of a process."""
 
+    __slots__ = (
+        "_body",
+        "_turn",
+        "ended",
+        "name",
+        "number",
+        "parked",
+        "process",
+        "thread",
+        "turn_number",
+        "waiters",
+        "woken",
+    )
+
     def __init__(self, process: Process, name: str, body: Callable[[], None]) -> None:
         world = process.world
         self.process = process
@@ -117,7 +131,8 @@ class Task:
         self.parked = True
         self.woken = None
         if timeout_us is not None:
-            world.at(world.now_us + max(timeout_us, 0), self.resume, self.turn_number)
+            until_us = world.now_us + timeout_us if timeout_us > 0 else world.now_us
+            world.at(until_us, self.resume, self.turn_number)
         self._turn.pause()
         if not self.process.alive:
             raise Killed
@@ -175,7 +190,7 @@ class World:
             name: random.Random(f"{seed}/{name}")
             for name in ("network", "disk", "workload", "faults", "schedule", "chance")
         }
-        self._schedule = self.streams["schedule"]
+        self._schedule = self.streams["schedule"].random
         self.preempt_chance = 0.0
         self._events: list[tuple[int, int, Callable[..., None], Any]] = []
         self._numbers = 0
@@ -195,11 +210,11 @@ class World:
 
     def jitter_us(self) -> int:
         """How long a thread that may run waits for a core."""
-        return int(self._schedule.random() * 40)
+        return int(self._schedule() * 40)
 
     def at(self, time_us: int, action: Callable[..., None], argument: Any = None) -> None:
         self._numbers += 1
-        heapq.heappush(self._events, (time_us, self._numbers, action, argument))
+        heappush(self._events, (time_us, self._numbers, action, argument))
 
     def run(self, until: Callable[[], bool], until_us: int, every_us: int = 0) -> bool:
         """Lets things happen until ``until`` is true, or something is wrong; whether that was in time.
@@ -215,7 +230,7 @@ class World:
                 if until():
                     return True
                 ask_us = self.now_us + every_us
-            time_us, _, action, argument = heapq.heappop(events)
+            time_us, _, action, argument = heappop(events)
             if time_us > until_us:
                 self.at(time_us, action, argument)
                 self.now_us = until_us
@@ -303,4 +318,4 @@ def park(timeout_s: float | None = None) -> Any:
 
 
 def sleep(seconds: float) -> None:
-    park(seconds)
+    current().park(int(seconds * US_PER_S) + 1)

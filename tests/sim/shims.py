@@ -329,6 +329,11 @@ def _now_us() -> int:
     return world.now_us if world is not None else 0
 
 
+def _monotonic() -> float:
+    world = kernel.maybe_world()
+    return world.now_us / kernel.US_PER_S if world is not None else 0.0
+
+
 def _wall_us() -> int:
     world = kernel.maybe_world()
     if world is None:
@@ -370,9 +375,9 @@ def modules() -> dict[str, ModuleType]:
         ),
         "time": _module(
             "time",
-            monotonic=lambda: _now_us() / kernel.US_PER_S,
+            monotonic=_monotonic,
             monotonic_ns=lambda: _now_us() * 1000,
-            perf_counter=lambda: _now_us() / kernel.US_PER_S,
+            perf_counter=_monotonic,
             time=lambda: _wall_us() / kernel.US_PER_S,
             time_ns=lambda: _wall_us() * 1000,
             sleep=kernel.sleep,

@@ -400,6 +400,12 @@ class MapperCore:
     # Seeing
 
     @property
+    def is_drained(self) -> bool:
+        """Whether no mapped row waits for its reducer any more, neither in the window nor in the spill."""
+        spills = self.spilling.spills.values()
+        return not len(self._window) and self.spilling.is_known and all(spill.is_empty for spill in spills)
+
+    @property
     def window_size(self) -> WindowSize:
         return self._window.size()
 

@@ -104,8 +104,8 @@ class Task:
         self.waiters: list[Task] = []
         self.thread: Any = None
         self.ended = False
-        self._body = body
-        self._turn = new_turn(self._run)
+        self._body: Any = body
+        self._turn: Any = new_turn(self._run)
         process.tasks[self.number] = self
 
     def _run(self) -> None:
@@ -121,6 +121,8 @@ class Task:
             self.process.tasks.pop(self.number, None)
             for waiter in self.waiters:
                 waiter.wake(True)
+            # Nothing here refers to itself any more, so it goes at once and without the collector.
+            self._body = self._turn = None
 
     def park(self, timeout_us: int | None) -> Any:
         """Waits to be woken; what it was woken with, or None when the time was over."""
@@ -242,6 +244,11 @@ class World:
                 raise Stuck(f"{EVENTS_MAX} events and only {self.now_us / US_PER_S:.1f} s")
             action(argument)
         return self.halted or until()
+
+    def clear(self) -> None:
+        """It is over: what will not happen any more is forgotten, with all that it refers to."""
+        self._events.clear()
+        self.processes.clear()
 
     # What is told about a run
 

@@ -187,10 +187,10 @@ def rows_below_the_window_skipped(patch: Any) -> None:
 def window_dropped_without_restart(patch: Any) -> None:
     original = _Core.restart
 
-    def restart(self: Any, persisted: Any) -> None:
+    def restart(self: Any, *arguments: Any) -> None:
         kept = getattr(self, "next_input_index", None), getattr(self, "next_shuffle_index", None), None
         token = getattr(self, "token", None)
-        original(self, persisted)
+        original(self, *arguments)
         if kept[0] is not None and kept[0] > self.next_input_index:
             self.next_input_index, self.next_shuffle_index, self.token = kept[0], kept[1], token
 
@@ -227,8 +227,8 @@ def other_instances_state_adopted(patch: Any) -> None:
 def numbering_begins_again(patch: Any) -> None:
     original = _Core.restart
 
-    def restart(self: Any, persisted: Any) -> None:
-        original(self, persisted)
+    def restart(self: Any, *arguments: Any) -> None:
+        original(self, *arguments)
         self.next_shuffle_index = 0
 
     patch(_Core, "restart", restart)

@@ -106,7 +106,11 @@ class Network:
         if kind == "answer":
             return value
         if kind == "error":
-            raise value
+            call.outcome = None
+            try:
+                raise value
+            finally:
+                del value  # An error refers to this frame.
         if kind == "refused":
             raise NotReached(f"nobody is at {address}")
         raise NoAnswer(f"the connection to {address} broke")

@@ -282,6 +282,7 @@ class Simulation:
         for process in self.world.processes:
             process.at_end.clear()
             process.kill()
+        self.world.clear()
 
     # processes
 

@@ -47,14 +47,14 @@ class GreenletTurn:
     __slots__ = ("_body", "_carrier")
 
     def __init__(self, body: Callable[[], None]) -> None:
-        self._body = body
+        self._body: Callable[[], None] | None = body
         self._carrier: _Carrier | None = None
 
     def resume(self) -> None:
         carrier = self._carrier
         if carrier is None:
             carrier = self._carrier = _idle.pop() if _idle else _Carrier()
-            carrier.body = self._body
+            carrier.body, self._body = self._body, None
         # Whoever resumes is also the one to come back to.
         carrier.hub = getcurrent()
         carrier.greenlet.switch()

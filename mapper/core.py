@@ -400,8 +400,8 @@ class MapperCore:
     # Seeing
 
     @property
-    def is_served(self) -> bool:
-        """Whether nothing that was mapped is left for anybody, neither in the window nor in the spill."""
+    def is_drained(self) -> bool:
+        """Whether no mapped row waits for its reducer any more, neither in the window nor in the spill."""
         return len(self._window) == 0 and self.spilling.is_empty
 
     @property

@@ -65,7 +65,8 @@ lease_ttl: 1s
 mapper: {{class: "crash_job:Pass", trim_period: 50ms, batch_rows_max: 100}}
 reducer: {{class: "crash_job:Once", count: 1, fetch_wait_ms: 100, batch_rows_max: 100}}
 """
-ONCE_A_LIFE = {"mapper.after_first_state", "mapper.after_registering", "reducer.after_state_read"}
+FIRST = "mapper.after_first_state"
+ONCE_A_LIFE = {FIRST, "mapper.after_registering", "reducer.after_state_read"}
 """Places that an instance comes to once: it cannot be killed there the second time it passes."""
 
 
@@ -157,6 +158,10 @@ class World:
         for name in ("mapper", "reducer"):
             self.roles[name].start()
         self._producer.start()
+        # The first state is written once in the life of a store, and the place after it is not reached by a mapper that
+        # did not hear of its commit: until then the store lives.
+        while self.roles["mapper"].armed == FIRST:
+            self._tick()
         if later:
             store.end()
             store.waiting = later
@@ -298,5 +303,4 @@ def test_each_role_killed_at_every_place_loses_and_doubles_nothing(tmp_path: Pat
     points = sorted(POINTS)
     turn = round_number % len(points)
     turned = points[turn:] + points[:turn]
-    first = "mapper.after_first_state"
-    killed_at(tmp_path, [first, *(point for point in turned if point != first)], nth=1 + round_number % 4)
+    killed_at(tmp_path, [FIRST, *(point for point in turned if point != FIRST)], nth=1 + round_number % 4)

@@ -93,6 +93,7 @@ class Checkers:
             return
         self._last_rows = rows
         self.commits_seen += 1
+        self._spills.look()
         self._check_committed()
         self._check_effects({pair: get(key) for pair, key in self._effect_keys.items()}, self.committed, "on disk")
         for mapper in self._mappers:

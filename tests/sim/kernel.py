@@ -8,9 +8,9 @@ until it waits for something; then the next event happens. Whatever a task of a 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import random
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 from tests.sim.switching import new_turn
@@ -79,6 +79,20 @@ class Process:
 class Task:
     """One thread of a process."""
 
+    __slots__ = (
+        "_body",
+        "_turn",
+        "ended",
+        "name",
+        "number",
+        "parked",
+        "process",
+        "thread",
+        "turn_number",
+        "waiters",
+        "woken",
+    )
+
     def __init__(self, process: Process, name: str, body: Callable[[], None]) -> None:
         world = process.world
         self.process = process
@@ -90,8 +104,8 @@ class Task:
         self.waiters: list[Task] = []
         self.thread: Any = None
         self.ended = False
-        self._body = body
-        self._turn = new_turn(self._run)
+        self._body: Any = body
+        self._turn: Any = new_turn(self._run)
         process.tasks[self.number] = self
 
     def _run(self) -> None:
@@ -107,6 +121,8 @@ class Task:
             self.process.tasks.pop(self.number, None)
             for waiter in self.waiters:
                 waiter.wake(True)
+            # Nothing here refers to itself any more, so it goes at once and without the collector.
+            self._body = self._turn = None
 
     def park(self, timeout_us: int | None) -> Any:
         """Waits to be woken; what it was woken with, or None when the time was over."""
@@ -117,7 +133,8 @@ class Task:
         self.parked = True
         self.woken = None
         if timeout_us is not None:
-            world.at(world.now_us + max(timeout_us, 0), self.resume, self.turn_number)
+            until_us = world.now_us + timeout_us if timeout_us > 0 else world.now_us
+            world.at(until_us, self.resume, self.turn_number)
         self._turn.pause()
         if not self.process.alive:
             raise Killed
@@ -151,18 +168,15 @@ class Task:
         self.parked = False
         self.turn_number += turn_number == 0
         world.log("run", process.name, self.name)
-        self._switch()
+        before, world.current = world.current, self
+        self._turn.resume()
+        world.current = before
 
     def unwind(self) -> None:
         if not self.ended:
-            self._switch()
-
-    def _switch(self) -> None:
-        world = self.process.world
-        before, world.current = world.current, self
-        try:
+            world = self.process.world
+            before, world.current = world.current, self
             self._turn.resume()
-        finally:
             world.current = before
 
 
@@ -178,7 +192,7 @@ class World:
             name: random.Random(f"{seed}/{name}")
             for name in ("network", "disk", "workload", "faults", "schedule", "chance")
         }
-        self._schedule = self.streams["schedule"]
+        self._schedule = self.streams["schedule"].random
         self.preempt_chance = 0.0
         self._events: list[tuple[int, int, Callable[..., None], Any]] = []
         self._numbers = 0
@@ -198,11 +212,11 @@ class World:
 
     def jitter_us(self) -> int:
         """How long a thread that may run waits for a core."""
-        return int(self._schedule.random() * 40)
+        return int(self._schedule() * 40)
 
     def at(self, time_us: int, action: Callable[..., None], argument: Any = None) -> None:
         self._numbers += 1
-        heapq.heappush(self._events, (time_us, self._numbers, action, argument))
+        heappush(self._events, (time_us, self._numbers, action, argument))
 
     def run(self, until: Callable[[], bool], until_us: int, every_us: int = 0) -> bool:
         """Lets things happen until ``until`` is true, or something is wrong; whether that was in time.
@@ -218,7 +232,7 @@ class World:
                 if until():
                     return True
                 ask_us = self.now_us + every_us
-            time_us, _, action, argument = heapq.heappop(events)
+            time_us, _, action, argument = heappop(events)
             if time_us > until_us:
                 self.at(time_us, action, argument)
                 self.now_us = until_us
@@ -230,6 +244,11 @@ class World:
                 raise Stuck(f"{EVENTS_MAX} events and only {self.now_us / US_PER_S:.1f} s")
             action(argument)
         return self.halted or until()
+
+    def clear(self) -> None:
+        """It is over: what will not happen any more is forgotten, with all that it refers to."""
+        self._events.clear()
+        self.processes.clear()
 
     # What is told about a run
 
@@ -306,4 +325,4 @@ def park(timeout_s: float | None = None) -> Any:
 
 
 def sleep(seconds: float) -> None:
-    park(seconds)
+    current().park(int(seconds * US_PER_S) + 1)

@@ -11,6 +11,7 @@ from mapper.bucket import Bucket as _Bucket
 from mapper.bucket import ServedBatch as _ServedBatch
 from mapper.core import MapperCore as _Core
 from mapper.core import TrimPlan as _TrimPlan
+from mapper.ingest import Ingestion as _Ingestion
 from mapper.state import MapperState as _MapperState
 from mapper.state import lookup_state as _lookup_state
 from mapper.state import mappers_table as _mappers_table
@@ -114,6 +115,11 @@ def guid_ignored(patch: Any) -> None:
     patch(_Core, "_check_request", check)
 
 
+def reducers_not_asked_at_a_restart(patch: Any) -> None:
+    """What was trimmed before is then unknown to the new instance, as in the bug that seed 800 found."""
+    patch(_Ingestion, "_committed", lambda self: {})
+
+
 def pointer_count_off_by_one(patch: Any) -> None:
     original = _Bucket.push
 
@@ -181,10 +187,10 @@ def rows_below_the_window_skipped(patch: Any) -> None:
 def window_dropped_without_restart(patch: Any) -> None:
     original = _Core.restart
 
-    def restart(self: Any, persisted: Any) -> None:
+    def restart(self: Any, *arguments: Any) -> None:
         kept = getattr(self, "next_input_index", None), getattr(self, "next_shuffle_index", None), None
         token = getattr(self, "token", None)
-        original(self, persisted)
+        original(self, *arguments)
         if kept[0] is not None and kept[0] > self.next_input_index:
             self.next_input_index, self.next_shuffle_index, self.token = kept[0], kept[1], token
 
@@ -221,8 +227,8 @@ def other_instances_state_adopted(patch: Any) -> None:
 def numbering_begins_again(patch: Any) -> None:
     original = _Core.restart
 
-    def restart(self: Any, persisted: Any) -> None:
-        original(self, persisted)
+    def restart(self: Any, *arguments: Any) -> None:
+        original(self, *arguments)
         self.next_shuffle_index = 0
 
     patch(_Core, "restart", restart)

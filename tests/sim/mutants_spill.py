@@ -181,4 +181,4 @@ def spill_never_trimmed(patch: Any) -> None:
 
 
 def mapper_that_a_bad_row_stopped_ends_before_its_spill_was_served(patch: Any) -> None:
-    patch(_Core, "is_served", property(lambda self: self.window_size.entries == 0))
+    patch(_Core, "is_drained", property(lambda self: self.window_size.entries == 0))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shuffle.errors import ShuffleError, from_wire, to_wire
-from tests.sim.kernel import Process, World, current
+from tests.sim.kernel import Process, Task, World, current
 
 
 class NotReached(Exception):
@@ -32,12 +32,14 @@ Handler = Callable[["Call"], Any]
 class Call:
     """One call under way."""
 
-    def __init__(self, network: Network, caller: Process, address: str, label: str) -> None:
+    __slots__ = ("address", "caller", "given_up", "label", "meant_for", "network", "outcome", "task")
+
+    def __init__(self, network: Network, task: Task, address: str, label: str) -> None:
         self.network = network
-        self.caller = caller
+        self.caller = task.process
         self.address = address
         self.label = label
-        self.task = current()
+        self.task = task
         found = network.servers.get(address)
         self.meant_for = found[0] if found is not None else None
         self.outcome: tuple[str, Any] | None = None
@@ -70,7 +72,7 @@ class Trouble:
 class Network:
     def __init__(self, world: World) -> None:
         self.world = world
-        self._rng = world.streams["network"]
+        self._random = world.streams["network"].random
         self.servers: dict[str, tuple[Process, Any]] = {}
         """Who listens where: the process, and what its handlers work on."""
         self.troubles: list[Trouble] = []
@@ -92,7 +94,7 @@ class Network:
     def call(self, address: str, label: str, handler: Callable[[Any, Call], Any], timeout_s: float) -> Any:
         """Runs ``handler(service, call)`` at whoever listens at ``address`` when the request arrives."""
         task = current()
-        call = Call(self, task.process, address, label)
+        call = Call(self, task, address, label)
         self._send(call, handler)
         if call.outcome is None:
             task.park(int(timeout_s * 1_000_000))
@@ -104,7 +106,11 @@ class Network:
         if kind == "answer":
             return value
         if kind == "error":
-            raise value
+            call.outcome = None
+            try:
+                raise value
+            finally:
+                del value  # An error refers to this frame.
         if kind == "refused":
             raise NotReached(f"nobody is at {address}")
         raise NoAnswer(f"the connection to {address} broke")
@@ -164,7 +170,9 @@ class Network:
 
     def _fates(self, source: str, target: str, label: str) -> list[int]:
         """When each copy of a message arrives; none is a message lost."""
-        copies = [int(150 + self._rng.random() * 1_500)]
+        copies = [int(150 + self._random() * 1_500)]
+        if not self.troubles and not self._held:
+            return copies
         for trouble in self.troubles:
             if not trouble.matches(source, target, label) or trouble.rng.random() >= trouble.chance:
                 continue

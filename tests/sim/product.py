@@ -55,6 +55,7 @@ class NoMetrics:
     def __init__(self, *args: Any) -> None: ...
 
     def __getattr__(self, name: str) -> _NoMetric:
+        setattr(self, name, self._metric)  # Found at once from now on.
         return self._metric
 
 

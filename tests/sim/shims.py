@@ -37,7 +37,13 @@ class Lock:
                 _preempt(world, me)
             elif not me.process.alive:
                 raise kernel.Killed
+            if self._owner is None:
+                return self._taken(me)
         return self._take(blocking, timeout)
+
+    def _taken(self, me: Any) -> bool:
+        self._owner = me
+        return True
 
     def _take(self, blocking: bool = True, timeout: float = -1) -> bool:
         world = kernel.maybe_world()
@@ -49,12 +55,15 @@ class Lock:
             self._waiters.append(me)
             if kernel.park(None if timeout < 0 else timeout) is None:
                 return False
-        self._owner = me
-        return True
+        return self._taken(me)
 
     def release(self) -> None:
         assert self._owner is not None
         self._owner = None
+        if self._waiters:
+            self._wake_next()
+
+    def _wake_next(self) -> None:
         while self._waiters:
             waiter = self._waiters.popleft()
             if waiter.parked and waiter.woken is None and waiter.process.alive:
@@ -75,21 +84,25 @@ class RLock(Lock):
         super().__init__()
         self._depth = 0
 
-    def _take(self, blocking: bool = True, timeout: float = -1) -> bool:
-        world = kernel.maybe_world()
-        me: Any = (world.current if world is not None else None) or self
-        if self._owner is me:
-            self._depth += 1
-            return True
-        if not super()._take(blocking, timeout):
-            return False
+    def _taken(self, me: Any) -> bool:
+        self._owner = me
         self._depth = 1
         return True
 
+    def _take(self, blocking: bool = True, timeout: float = -1) -> bool:
+        world = kernel.maybe_world()
+        if self._owner is ((world.current if world is not None else None) or self):
+            self._depth += 1
+            return True
+        return super()._take(blocking, timeout)
+
     def release(self) -> None:
+        assert self._depth
         self._depth -= 1
         if self._depth == 0:
-            super().release()
+            self._owner = None
+            if self._waiters:
+                self._wake_next()
 
     def _release_all(self) -> int:
         depth, self._depth = self._depth, 0
@@ -316,6 +329,11 @@ def _now_us() -> int:
     return world.now_us if world is not None else 0
 
 
+def _monotonic() -> float:
+    world = kernel.maybe_world()
+    return world.now_us / kernel.US_PER_S if world is not None else 0.0
+
+
 def _wall_us() -> int:
     world = kernel.maybe_world()
     if world is None:
@@ -357,9 +375,9 @@ def modules() -> dict[str, ModuleType]:
         ),
         "time": _module(
             "time",
-            monotonic=lambda: _now_us() / kernel.US_PER_S,
+            monotonic=_monotonic,
             monotonic_ns=lambda: _now_us() * 1000,
-            perf_counter=lambda: _now_us() / kernel.US_PER_S,
+            perf_counter=_monotonic,
             time=lambda: _wall_us() / kernel.US_PER_S,
             time_ns=lambda: _wall_us() * 1000,
             sleep=kernel.sleep,

@@ -282,6 +282,7 @@ class Simulation:
         for process in self.world.processes:
             process.at_end.clear()
             process.kill()
+        self.world.clear()
 
     # processes
 
@@ -312,7 +313,8 @@ class Simulation:
         except UserCodeError as error:
             if not any(stop is not None for stop in self.oracle.stops):
                 raise
-            self.world.log("stopped", process.name, error.message)
+            # Without the place in the code, which has the folder in it: the trace is the same everywhere.
+            self.world.log("stopped", process.name, error.message.partition(" (at ")[0])
             self.world.mark("a poison row stopped its partition")
         except (StoreError, CommitUnknown) as error:
             # A worker may give up on a store that fails it in a way that does not pass; the controller tries again.

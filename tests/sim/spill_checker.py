@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from tests.sim.disk import Disk
 
 
+_PREFIX_BYTES = 10
+"""Of a segment's key: a letter for queues, the queue's number, the partition, and a letter for segments."""
+
+
 class SpillChecker:
     """The spills of all mappers for all reducers."""
 
@@ -26,6 +30,16 @@ class SpillChecker:
             for r in range(shape.reducer_count)
         }
         self.partition_keys = [prefix + b"p" for prefix in self._prefixes.values()]
+        self._pairs = {prefix + b"s": pair for pair, prefix in self._prefixes.items()}
+        self._segments: dict[tuple[int, int], list[bytes]] = {}
+
+    def look(self) -> None:
+        """Where the segments of all spills are, in one pass over the disk. To be called when it has changed."""
+        self._segments = {}
+        for key in self._disk.keys:
+            pair = self._pairs.get(key[:_PREFIX_BYTES])
+            if pair is not None:
+                self._segments.setdefault(pair, []).append(key)
 
     def problem(self, mapper: int, reducer: int, committed: int, rows_out: int) -> str | None:
         """What is wrong, given that the mapper's state stands at ``rows_out``; None if nothing is.
@@ -55,18 +69,15 @@ class SpillChecker:
 
     def left(self) -> list[tuple[int, int]]:
         """(mapper, reducer) of the spills that still have files."""
-        held = []
-        for pair, prefix in self._prefixes.items():
-            if any(key.startswith(prefix + b"s") for key in self._disk.keys):
-                held.append(pair)
-        return held
+        self.look()
+        return [pair for pair in self._prefixes if pair in self._segments]
 
     def _rows(self, mapper: int, reducer: int) -> list[tuple[int, int]]:
         """(shuffle index, out) of every row from the partition's begin on."""
-        prefix = self._prefixes[mapper, reducer]
-        keys = sorted(key for key in self._disk.keys if key.startswith(prefix + b"s"))
+        keys = sorted(self._segments.get((mapper, reducer), ()))
         if not keys:
             return []
+        prefix = self._prefixes[mapper, reducer]
         row = self._disk.keys.get(prefix + b"p")
         begin = struct.unpack("<QQ", row)[0] if row is not None else 0
         found: list[tuple[int, int]] = []

@@ -8,32 +8,59 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 try:
     import greenlet  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from greenlet import getcurrent  # type: ignore[import-untyped,import-not-found,unused-ignore]
 except ImportError:
-    greenlet = None
+    greenlet = getcurrent = None
 
 HAS_GREENLET = greenlet is not None
+
+
+class _Carrier:
+    """A greenlet that runs one body after the other: a new one maps memory for its stack, and gives it back."""
+
+    __slots__ = ("body", "greenlet", "hub")
+
+    def __init__(self) -> None:
+        self.body: Callable[[], None] | None = None
+        self.hub: Any = None
+        self.greenlet = greenlet.greenlet(self._run)
+
+    def _run(self) -> None:
+        while True:
+            assert self.body is not None
+            self.body()
+            self.body = None
+            _idle.append(self)
+            self.hub.switch()
+
+
+_idle: list[_Carrier] = []
 
 
 class GreenletTurn:
     """``resume`` lets the body run until it calls ``pause`` or ends."""
 
-    __slots__ = ("_greenlet", "_hub")
+    __slots__ = ("_body", "_carrier")
 
     def __init__(self, body: Callable[[], None]) -> None:
-        self._greenlet = greenlet.greenlet(body)
-        self._hub = None
+        self._body: Callable[[], None] | None = body
+        self._carrier: _Carrier | None = None
 
     def resume(self) -> None:
-        self._hub = greenlet.getcurrent()
-        # Tasks are started and resumed by the loop only, so the one that resumes is also the one to come back to.
-        self._greenlet.parent = self._hub
-        self._greenlet.switch()
+        carrier = self._carrier
+        if carrier is None:
+            carrier = self._carrier = _idle.pop() if _idle else _Carrier()
+            carrier.body, self._body = self._body, None
+        # Whoever resumes is also the one to come back to.
+        carrier.hub = getcurrent()
+        carrier.greenlet.switch()
 
     def pause(self) -> None:
-        self._hub.switch()  # type: ignore[attr-defined]
+        self._carrier.hub.switch()  # type: ignore[union-attr]
 
 
 class ThreadTurn:

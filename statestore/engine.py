@@ -276,13 +276,13 @@ class Engine:
     def _add_catalogue(self, step: CatalogueStep, group: Group) -> None:
         pairs = step.rows(self.catalogue.next_id)
         group.catalogue = step
-        view = self._keys.view()
+        # A dropped table may have any number of rows: they go as a range, not one by one.
         if step.dropped_table is not None:
             prefix = table_prefix(step.dropped_table.schema.table_id)
-            pairs.extend((key, None) for key, _ in view.scan(prefix, _after(prefix)))
+            group.cleared.append((prefix, _after(prefix)))
         if step.dropped_queue is not None:
             prefix = queue_prefix(step.dropped_queue.schema.queue_id)
-            pairs.extend((key, None) for key, _ in view.scan(prefix, _after(prefix)))
+            group.cleared.append((prefix, _after(prefix)))
         if pairs:
             group.puts.append(([key for key, _ in pairs], [value for _, value in pairs]))
 
@@ -336,7 +336,7 @@ class Engine:
         if rows:
             group.puts.append(([key for key, _ in rows], [value for _, value in rows]))
         group.reached_rocks = True
-        self._keys.write(group.puts)  # (3)
+        self._keys.write(group.puts, group.cleared)  # (3)
         crash_points.reach("store.after_log_write")
         self._keys.sync()  # (4)
         crash_points.reach("store.after_log_sync")

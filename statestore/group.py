@@ -43,6 +43,8 @@ class Group:
     """Of the store, before the first commit of the group."""
     answers: list[Committed | ShuffleError] = field(default_factory=list)
     puts: list[Pairs] = field(default_factory=list)
+    cleared: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """Ranges of keys that are removed before anything is put."""
     partitions: dict[tuple[int, int], PartitionPlan] = field(default_factory=dict)
     catalogue: CatalogueStep | None = None
     published: list[str] = field(default_factory=list)

@@ -27,8 +27,9 @@ from shuffle.errors import (
     TooLarge,
     UnknownTable,
 )
-from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
+from shuffle.limits import KEY_BYTES_MAX, TRANSACTION_APPENDS_MAX, VALUE_BYTES_MAX
 from statestore import Member, Queue, StateClient, Transaction
+from statestore.request import CommitRequest
 from tests.daemons import StoreProcess, wait_until
 
 WAIT_MS = 20_000
@@ -196,6 +197,48 @@ def test_dropped_queue_is_gone(client: StateClient, queue: Queue) -> None:
         queue.read(0, 0)
     with pytest.raises(UnknownTable):
         queue.append(0, numbers(3))
+
+
+def test_transaction_of_very_many_appends_is_answered_or_refused_before_it_happens(
+    client: StateClient, queue: Queue
+) -> None:
+    appends = 6_000
+    with client.transaction() as tx:
+        for n in range(appends):
+            tx.append(queue.name, n % 2, numbers(n))
+        assert len(tx.commit().appended) == appends
+    assert queue.bounds() == [(0, appends // 2)] * 2
+    one = queue.encoded(0, numbers(1), None, None)
+    with pytest.raises(TooLarge, match="appends"):
+        client.store.commit(CommitRequest(appends=[one] * (TRANSACTION_APPENDS_MAX + 1)))
+    assert queue.bounds() == [(0, appends // 2)] * 2
+
+
+def test_queue_made_anew_by_another_client_is_found_and_the_old_handle_stays_refused(
+    client: StateClient, other: StateClient, queue: Queue
+) -> None:
+    queue.append(0, numbers(1, 2))
+    other.drop_queue(queue.name)
+    other.create_queue(queue.name, schema=NUMBERS, partitions=2)
+    for _ in range(2):
+        # The rows at its positions are others now.
+        with pytest.raises(UnknownTable):
+            queue.read(0, 0)
+    client.queue(queue.name).append(0, numbers(3))
+    assert client.queue(queue.name).read(0, 0)[0]["n"].to_pylist() == [3]
+
+
+def test_dropping_a_table_leaves_its_neighbours_alone(client: StateClient) -> None:
+    names = [f"neighbour-{next(_counter)}" for _ in range(3)]
+    for name in names:
+        client.create_table(name, key=pa.schema([("k", pa.int64())]), value=pa.schema([("v", pa.int64())]))
+        with client.transaction() as tx:
+            tx.write(name, pa.table({"k": range(5_000), "v": range(5_000)}))
+            tx.commit()
+    client.drop_table(names[1])
+    assert [client.scan(name).read_all().num_rows for name in (names[0], names[2])] == [5_000, 5_000]
+    client.create_table(names[1], key=pa.schema([("k", pa.int64())]), value=pa.schema([("v", pa.int64())]))
+    assert client.scan(names[1]).read_all().num_rows == 0
 
 
 # --- tables ---

@@ -26,6 +26,7 @@ from shuffle.limits import (
     BATCH_BYTES_MAX,
     KEY_BYTES_MAX,
     MIB,
+    TRANSACTION_APPENDS_MAX,
     TRANSACTION_BYTES_MAX,
     TRANSACTION_ROWS_MAX,
     VALUE_BYTES_MAX,
@@ -55,6 +56,9 @@ VERSION_KEY = b"\0v"
 
 DISK_RESERVE_BYTES = 16 * MIB
 """Commits are refused while less than this is free, so that RocksDB itself never meets a full disk."""
+
+RECORDS_MAX = 4096
+"""Records of one read: where each of them ends is in the header of the answer, which has 64 KiB."""
 
 
 class Engine:
@@ -171,6 +175,12 @@ class Engine:
                 f"{TRANSACTION_BYTES_MAX} bytes are taken: split it",
                 rows=rows,
                 bytes=size_bytes,
+            )
+        if len(request.appends) > TRANSACTION_APPENDS_MAX:
+            raise TooLarge(
+                f"the transaction has {len(request.appends)} appends; at most {TRANSACTION_APPENDS_MAX} are taken: "
+                "append more rows at a time, or split it",
+                appends=len(request.appends),
             )
         # Removing rows must stay possible on a full disk: that is how room is made.
         grows = size_bytes > 0 and not all(nulls_in(write.values) == len(write.values) for write in request.writes)
@@ -458,7 +468,7 @@ class Engine:
             segment.index = RecordIndex.load(data, segment.size_bytes, segment.name)
         records = segment.index
         first = records.find(begin - segment.begin)
-        last = min(records.find(begin - segment.begin + max_rows - 1), len(records) - 1)
+        last = min(records.find(begin - segment.begin + max_rows - 1), len(records) - 1, first + RECORDS_MAX - 1)
         start = records.offset(first)
         ends: list[int] = []
         for record in range(first, last + 1):

@@ -6,9 +6,9 @@ import contextlib
 import json
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import pyarrow as pa
@@ -27,11 +27,14 @@ from statestore.proto import control_pb2_grpc
 from statestore.readahead import Question, ReadAhead
 from statestore.request import CatalogueChange, CommitRequest, Committed, CreateQueue, CreateTable
 from statestore.schema import QueueSchema, TableSchema
+from statestore.segment import split_records
 from statestore.sessions import SESSION_TTL_MS_DEFAULT
 from statestore.sockets import Place, SocketPool
 from statestore.store import Moment, QueueRead
 from statestore.streams import Answer, NothingSent, StreamPool
-from statestore.wire import Header, Rows, as_buffers, encode_commit, pack_sections, rows_of
+from statestore.wire import Header, Rows, encode_commit, pack_sections, rows_of
+
+T = TypeVar("T")
 
 TIMEOUT_S_DEFAULT = 30.0
 """How long a call waits for its answer, beyond any wait it asks for itself."""
@@ -142,11 +145,14 @@ class RemoteStore:
     def _ask(self, header: Header, rows: Rows | None = None, wait_ms: int = 0) -> Answer:
         """A question that may be asked twice: once more when the daemon went away, since it may be back."""
         timeout_s = self._timeout_s + wait_ms / 1000
+        return self._twice(lambda: self._ask_once(header, rows, timeout_s))
+
+    def _twice(self, ask: Callable[[], T]) -> T:
         try:
-            return self._ask_once(header, rows, timeout_s)
+            return ask()
         except (NothingSent, StoreUnavailable):
             try:
-                return self._ask_once(header, rows, timeout_s)
+                return ask()
             except NothingSent as error:
                 raise StoreUnavailable(str(error), address=self._address) from None
 
@@ -317,11 +323,12 @@ class RemoteStore:
         return self._read_ahead.read(question, wait_ms)
 
     def _read_wire(self, question: Question, wait_ms: int) -> QueueRead | None:
-        answer, frames = self._ask(_read_header(question, wait_ms), wait_ms=wait_ms)
-        if answer["file"] is None:
+        header, timeout_s = _read_header(question, wait_ms), self._timeout_s + wait_ms / 1000
+        answer, data = self._twice(lambda: self._sockets.ask_bytes(header, timeout_s))
+        if data is None:
             return None
-        records = [record for rows in frames for record in as_buffers(rows[1])]
-        return QueueRead(answer["file"], answer["offset"], records, answer["segment"])
+        file, offset = answer["file"], answer["offset"]
+        return QueueRead(file, offset, split_records(data, file, offset), answer["segment"])
 
     def _read_mapped(self, question: Question, wait_ms: int) -> QueueRead | None:
         """The records from the segment file itself: the daemon only says where they are."""
@@ -411,9 +418,9 @@ def _read_header(question: Question, wait_ms: int) -> Header:
 
 
 def _rows(answer: Answer) -> Rows:
-    if not answer[1]:
+    if answer[1] is None:
         raise StoreUnavailable("the state store answered without the rows it was asked for")
-    return answer[1][0]
+    return answer[1]
 
 
 def _members(reply: pb.MembersReply) -> tuple[int, list[Member]]:

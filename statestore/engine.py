@@ -476,7 +476,9 @@ class Engine:
             if ends and end > max_bytes:
                 break
             ends.append(end)
-        return Span(segment.name, start, ends, segment.begin)
+        after = first + len(ends)
+        rows = records.first_row(after) if after < len(records) else segment.rows
+        return Span(segment.name, start, ends, segment.begin, segment.begin + rows)
 
 
 def _check_room(room_bytes: int, size_bytes: int) -> None:

@@ -25,6 +25,8 @@ class Span:
     """Where each record ends, counted from the first one's start."""
     segment_begin: int
     """The position of the segment's row 0: records count their rows from there."""
+    end: int
+    """The position after the last row of the records."""
 
     @property
     def size_bytes(self) -> int:

@@ -336,7 +336,8 @@ class Lane:
     def _ship(self, connection: _Connection, header: Header, span: Span) -> None:
         """Answer with the rows themselves, behind a frame that says how many bytes they are."""
         path = self._store.segment_path(span.file)
-        answer = {"file": str(path), "offset": span.offset, "segment": span.segment_begin, "bytes": span.size_bytes}
+        answer = {"file": str(path), "offset": span.offset, "segment": span.segment_begin, "end": span.end}
+        answer["bytes"] = span.size_bytes
         try:
             connection.shipment = Shipment(encode_frame(answer, None), path, span.offset, span.size_bytes)
         except FileNotFoundError:

@@ -334,7 +334,7 @@ class LocalStore:
             records = map_range(file, span.offset, span.size_bytes)
         except FileNotFoundError:
             raise self.missing(file, queue_id, partition, begin) from None
-        return QueueRead(str(file), span.offset, span.split(records), span.segment_begin)
+        return QueueRead(str(file), span.offset, span.split(records), span.segment_begin, span.end)
 
     def missing(self, file: Path, queue_id: int, partition: int, begin: int) -> ShuffleError:
         """Why there is no ``file``, where the row ``begin`` was a moment ago: trimmed since, or lost."""

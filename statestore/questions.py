@@ -126,7 +126,8 @@ class Questions:
         if span is None:
             return {"file": None}
         file = str(self._store.segment_path(span.file))
-        return {"file": file, "offset": span.offset, "segment": span.segment_begin, "ends": span.ends}
+        place = {"file": file, "offset": span.offset, "segment": span.segment_begin, "end": span.end}
+        return {**place, "ends": span.ends}
 
 
 def _given(rows: Rows | None) -> Rows:

@@ -322,27 +322,34 @@ class RemoteStore:
                 return found
         return self._read_ahead.read(question, wait_ms)
 
-    def _read_wire(self, question: Question, wait_ms: int) -> QueueRead | None:
+    def _read_wire(
+        self, question: Question, wait_ms: int, on_end: Callable[[int], None] | None = None
+    ) -> QueueRead | None:
         header, timeout_s = _read_header(question, wait_ms), self._timeout_s + wait_ms / 1000
-        answer, data = self._twice(lambda: self._sockets.ask_bytes(header, timeout_s))
+
+        def on_header(answer: Header) -> None:
+            if on_end is not None:
+                on_end(answer["end"])
+
+        answer, data = self._twice(lambda: self._sockets.ask_bytes(header, timeout_s, on_header))
         if data is None:
             return None
         file, offset = answer["file"], answer["offset"]
-        return QueueRead(file, offset, split_records(data, file, offset), answer["segment"])
+        return QueueRead(file, offset, split_records(data, file, offset), answer["segment"], answer["end"])
 
     def _read_mapped(self, question: Question, wait_ms: int) -> QueueRead | None:
         """The records from the segment file itself: the daemon only says where they are."""
         answer, _ = self._ask({**_read_header(question, wait_ms), "local": True}, wait_ms=wait_ms)
         if answer["file"] is None:
             return None
-        span = Span(answer["file"], answer["offset"], answer["ends"], answer["segment"])
+        span = Span(answer["file"], answer["offset"], answer["ends"], answer["segment"], answer["end"])
         try:
             records = span.split(map_range(Path(span.file), span.offset, span.size_bytes))
         except OSError:
             # Trimmed a moment ago, or not this machine's folder after all: from now on rows come over the wire.
             self._maps_files = False
             return None
-        return QueueRead(span.file, span.offset, records, span.segment_begin)
+        return QueueRead(span.file, span.offset, records, span.segment_begin, span.end)
 
     # --- leases ---
 

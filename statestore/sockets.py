@@ -41,6 +41,16 @@ _IDLE_S = 0.05
 """After so long without a question, a connection is looked at before it is trusted with one."""
 
 
+OnHeader = Callable[[Header], None]
+
+_Answer = tuple[Header, Rows | None, pa.Buffer | None]
+"""With the bytes that follow it, if any do."""
+
+
+def _ignore(header: Header) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a daemon's lane is."""
@@ -91,7 +101,7 @@ class _Connection:
             pass
         return False
 
-    def ask(self, question: bytes, timeout_s: float) -> tuple[Header, Rows | None, pa.Buffer | None]:
+    def ask(self, question: bytes, timeout_s: float, on_header: OnHeader) -> _Answer:
         """The answer's header and rows, and the bytes that follow them, if the header says so."""
         if timeout_s != self._timeout_s:
             self._set_timeout(timeout_s)
@@ -104,6 +114,7 @@ class _Connection:
         header, rows = decode_frame(data[:whole], ANSWER_HEADER_BYTES_MAX)
         following = None
         if "bytes" in header:
+            on_header(header)
             following = self._following(data[whole:], header["bytes"], deadline)
         elif len(data) > whole:
             raise BadInput("more than one answer")
@@ -183,20 +194,20 @@ class SocketPool:
         Raises the store's own error, ``StoreUnavailable`` when it broke off on the way, or ``NothingSent`` when the
         store could not even be asked.
         """
-        answer, found, _ = self._ask(header, rows, timeout_s)
+        answer, found, _ = self._ask(header, rows, timeout_s, _ignore)
         return answer, found
 
-    def ask_bytes(self, header: Header, timeout_s: float) -> tuple[Header, pa.Buffer | None]:
-        """The same for a question whose answer is a run of bytes, or None."""
-        answer, _, following = self._ask(header, None, timeout_s)
+    def ask_bytes(self, header: Header, timeout_s: float, on_header: OnHeader) -> tuple[Header, pa.Buffer | None]:
+        """The same for a question whose answer is a run of bytes, or None; ``on_header`` is called before they come."""
+        answer, _, following = self._ask(header, None, timeout_s, on_header)
         return answer, following
 
-    def _ask(self, header: Header, rows: Rows | None, timeout_s: float) -> tuple[Header, Rows | None, pa.Buffer | None]:
+    def _ask(self, header: Header, rows: Rows | None, timeout_s: float, on_header: OnHeader) -> _Answer:
         question = encode_frame(header, rows)
         connection = self._take()
         self._asking.add(connection)
         try:
-            answer, found, following = connection.ask(question, timeout_s)
+            answer, found, following = connection.ask(question, timeout_s, on_header)
         except BaseException as error:
             self._asking.discard(connection)
             connection.close()

@@ -24,6 +24,12 @@ TRANSACTION_BYTES_MAX = 512 * MIB
 TRANSACTION_ROWS_MAX = 5_000_000
 """Rows written by one transaction: at about a microsecond a row this keeps the one writer busy for seconds at most."""
 
+TRANSACTION_APPENDS_MAX = 65_536
+"""Appends of one transaction: where each of them ended up is in the header of the one answer."""
+
+ANSWER_HEADER_BYTES_MAX = 4 * MIB
+"""The largest is that of a commit with as many appends as there may be: 42 bytes for each."""
+
 WAIT_MS_MAX = 60_000
 """The longest long poll. A client that wants more asks again."""
 

@@ -6,7 +6,9 @@ import difflib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -142,7 +144,7 @@ class StateClient:
             found = self._queues.get(name)
         if found is None:
             schemas = {schema.name: schema for schema in self._store.queues()}
-            found = Queue(self._store, _named(schemas, name, "queue"))
+            found = Queue(self._store, _named(schemas, name, "queue"), on_gone=partial(self._forget, name))
             with self._lock:
                 self._queues[name] = found
         return found
@@ -243,11 +245,17 @@ class StateClient:
 
 
 class Queue:
-    """An ordered table."""
+    """An ordered table.
 
-    def __init__(self, store: Store, description: QueueSchema) -> None:
+    One that was dropped and created anew is another queue, with other rows at the same positions: a handle of the old
+    one says ``UnknownTable``, and ``StateClient.queue`` gives the new one.
+    """
+
+    def __init__(self, store: Store, description: QueueSchema, on_gone: Callable[[], None] = lambda: None) -> None:
+        """``on_gone`` is called when the store does not know the queue any more."""
         self._store = store
         self._description = description
+        self._on_gone = on_gone
         self.queue_id = description.queue_id
 
     @property
@@ -275,7 +283,8 @@ class Queue:
         is safe: it appears once, and both get the same answer.
         """
         append = self.encoded(partition, rows, producer, sequence)
-        return self._store.commit(CommitRequest(appends=[append])).appended[0]
+        with self._noticing():
+            return self._store.commit(CommitRequest(appends=[append])).appended[0]
 
     def encoded(
         self, partition: int, rows: pa.Table | pa.RecordBatch, producer: str | None, sequence: int | None
@@ -293,7 +302,8 @@ class Queue:
         """
         encoded = payloads(self._description.conform_rows(rows))
         self._check_sizes(encoded)
-        return self._store.stage(self.queue_id, encoded, ttl_ms)
+        with self._noticing():
+            return self._store.stage(self.queue_id, encoded, ttl_ms)
 
     def _check_sizes(self, encoded: list[pa.Buffer]) -> None:
         """The store checks it again; here it is found before it travels."""
@@ -331,9 +341,10 @@ class Queue:
         position, size_bytes = begin, 0
         while position - begin < max_rows and size_bytes < max_bytes:
             wanted = max_rows - (position - begin)
-            found = self._store.read(
-                self.queue_id, partition, position, wanted, max_bytes - size_bytes, 0 if batches else wait_ms
-            )
+            with self._noticing():
+                found = self._store.read(
+                    self.queue_id, partition, position, wanted, max_bytes - size_bytes, 0 if batches else wait_ms
+                )
             if found is None:
                 break
             for batch in self._decoded(found, position, wanted):
@@ -360,11 +371,21 @@ class Queue:
 
     def trim(self, partition: int, index: int) -> None:
         """Give up the rows below ``index``; whole segments are freed."""
-        self._store.commit(CommitRequest(trims=[Trim(self.queue_id, partition, index)]))
+        with self._noticing():
+            self._store.commit(CommitRequest(trims=[Trim(self.queue_id, partition, index)]))
 
     def bounds(self) -> list[tuple[int, int]]:
         """For each partition: the first position that can be read, and the one after the last."""
-        return self._store.bounds(self.queue_id)
+        with self._noticing():
+            return self._store.bounds(self.queue_id)
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        try:
+            yield
+        except UnknownTable:
+            self._on_gone()
+            raise
 
 
 class Lease:

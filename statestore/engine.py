@@ -26,6 +26,7 @@ from shuffle.limits import (
     BATCH_BYTES_MAX,
     KEY_BYTES_MAX,
     MIB,
+    TRANSACTION_APPENDS_MAX,
     TRANSACTION_BYTES_MAX,
     TRANSACTION_ROWS_MAX,
     VALUE_BYTES_MAX,
@@ -55,6 +56,9 @@ VERSION_KEY = b"\0v"
 
 DISK_RESERVE_BYTES = 16 * MIB
 """Commits are refused while less than this is free, so that RocksDB itself never meets a full disk."""
+
+RECORDS_MAX = 4096
+"""Records of one read: where each of them ends is in the header of the answer, which has 64 KiB."""
 
 
 class Engine:
@@ -172,6 +176,12 @@ class Engine:
                 rows=rows,
                 bytes=size_bytes,
             )
+        if len(request.appends) > TRANSACTION_APPENDS_MAX:
+            raise TooLarge(
+                f"the transaction has {len(request.appends)} appends; at most {TRANSACTION_APPENDS_MAX} are taken: "
+                "append more rows at a time, or split it",
+                appends=len(request.appends),
+            )
         # Removing rows must stay possible on a full disk: that is how room is made.
         grows = size_bytes > 0 and not all(nulls_in(write.values) == len(write.values) for write in request.writes)
         if grows or request.appends:
@@ -276,13 +286,13 @@ class Engine:
     def _add_catalogue(self, step: CatalogueStep, group: Group) -> None:
         pairs = step.rows(self.catalogue.next_id)
         group.catalogue = step
-        view = self._keys.view()
+        # A dropped table may have any number of rows: they go as a range, not one by one.
         if step.dropped_table is not None:
             prefix = table_prefix(step.dropped_table.schema.table_id)
-            pairs.extend((key, None) for key, _ in view.scan(prefix, _after(prefix)))
+            group.cleared.append((prefix, _after(prefix)))
         if step.dropped_queue is not None:
             prefix = queue_prefix(step.dropped_queue.schema.queue_id)
-            pairs.extend((key, None) for key, _ in view.scan(prefix, _after(prefix)))
+            group.cleared.append((prefix, _after(prefix)))
         if pairs:
             group.puts.append(([key for key, _ in pairs], [value for _, value in pairs]))
 
@@ -336,7 +346,7 @@ class Engine:
         if rows:
             group.puts.append(([key for key, _ in rows], [value for _, value in rows]))
         group.reached_rocks = True
-        self._keys.write(group.puts)  # (3)
+        self._keys.write(group.puts, group.cleared)  # (3)
         crash_points.reach("store.after_log_write")
         self._keys.sync()  # (4)
         crash_points.reach("store.after_log_sync")
@@ -458,7 +468,7 @@ class Engine:
             segment.index = RecordIndex.load(data, segment.size_bytes, segment.name)
         records = segment.index
         first = records.find(begin - segment.begin)
-        last = min(records.find(begin - segment.begin + max_rows - 1), len(records) - 1)
+        last = min(records.find(begin - segment.begin + max_rows - 1), len(records) - 1, first + RECORDS_MAX - 1)
         start = records.offset(first)
         ends: list[int] = []
         for record in range(first, last + 1):
@@ -466,7 +476,9 @@ class Engine:
             if ends and end > max_bytes:
                 break
             ends.append(end)
-        return Span(segment.name, start, ends, segment.begin)
+        after = first + len(ends)
+        rows = records.first_row(after) if after < len(records) else segment.rows
+        return Span(segment.name, start, ends, segment.begin, segment.begin + rows)
 
 
 def _check_room(room_bytes: int, size_bytes: int) -> None:

@@ -25,6 +25,8 @@ class Span:
     """Where each record ends, counted from the first one's start."""
     segment_begin: int
     """The position of the segment's row 0: records count their rows from there."""
+    end: int
+    """The position after the last row of the records."""
 
     @property
     def size_bytes(self) -> int:
@@ -43,6 +45,8 @@ class Group:
     """Of the store, before the first commit of the group."""
     answers: list[Committed | ShuffleError] = field(default_factory=list)
     puts: list[Pairs] = field(default_factory=list)
+    cleared: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """Ranges of keys that are removed before anything is put."""
     partitions: dict[tuple[int, int], PartitionPlan] = field(default_factory=dict)
     catalogue: CatalogueStep | None = None
     published: list[str] = field(default_factory=list)

@@ -9,6 +9,10 @@ and a thread for each client. A transaction of one row should not cost more than
 
 While the writer syncs, which it does without Python's lock, this thread decodes the next group.
 
+The rows of a queue are an answer of another size (``shipment``). Sending them may wait for the disk, so a few threads
+beside this one do it, and a connection is theirs meanwhile; a client that takes its rows slowly comes back here, where
+waiting costs nobody a thread.
+
 A socket is closed by this thread, but never while a question is unanswered (``asked``) or somebody is about to write to
 it (``sending``): else an answer could end up on a connection that was made since under the same number.
 """
@@ -25,12 +29,14 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from shuffle.errors import BadInput, ShuffleError, TooLarge
 from shuffle.limits import KIB, WAIT_MS_MAX
 from shuffle.logs import get_logger
+from statestore.group import Span
 from statestore.lane_frames import (
     ANSWER_BYTES_MAX,
     GREETING,
@@ -46,11 +52,15 @@ from statestore.local import LocalStore
 from statestore.pending import Pending
 from statestore.questions import Questions
 from statestore.request import CommitRequest, Committed
+from statestore.shipment import Progress, Shipment
 from statestore.store import Moment
 from statestore.wire import Header, Rows
 
 CONNECTIONS_MAX = 1000
 """Clients have one for each thread that asks at the same time."""
+
+CARRIERS = 4
+"""Threads that send rows of queues: so many reads may wait for the disk at once."""
 
 _RECEIVE_BYTES = 64 * KIB
 _BACKLOG = 1024
@@ -61,7 +71,7 @@ _log = get_logger("statestore")
 
 
 class _Connection:
-    __slots__ = ("asked", "gone", "received", "sending", "sock", "unsent", "waiting")
+    __slots__ = ("asked", "events", "gone", "received", "sending", "shipment", "sock", "unsent", "waiting")
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -74,6 +84,10 @@ class _Connection:
         self.gone = False
         """The client hung up."""
         self.waiting: _Poll | None = None
+        self.shipment: Shipment | None = None
+        """Rows of a queue that are being sent."""
+        self.events = 0
+        """What the selector looks for on it; nothing while a carrier has it."""
 
 
 class _Poll:
@@ -135,6 +149,7 @@ class Lane:
         self._connections: set[_Connection] = set()
         self._polls: list[_Poll] = []
         self._commits: list[Pending] = []
+        self._carriers = ThreadPoolExecutor(CARRIERS, thread_name_prefix="store-carrier")
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="store-lane", daemon=True)
         self._thread.start()
@@ -154,6 +169,9 @@ class Lane:
                     key.data()
                     continue
                 try:
+                    if events & selectors.EVENT_WRITE and key.data.shipment is not None:
+                        self._carry(key.data)
+                        continue
                     if events & selectors.EVENT_WRITE:
                         self._send_rest(key.data)
                     if events & selectors.EVENT_READ:
@@ -166,6 +184,8 @@ class Lane:
                 self._store.submit(commits)
             if self._polls:
                 self._end_polls()
+        self._carriers.shutdown()
+        self._hear()
         for connection in list(self._connections):
             self._drop(connection)
         self._selector.close()
@@ -213,15 +233,30 @@ class Lane:
             return
         connection = _Connection(sock)
         self._connections.add(connection)
-        self._selector.register(sock, selectors.EVENT_READ, connection)
+        self._look_for(connection, selectors.EVENT_READ)
+
+    def _look_for(self, connection: _Connection, events: int) -> None:
+        if events == connection.events:
+            return
+        if not connection.events:
+            self._selector.register(connection.sock, events, connection)
+        elif not events:
+            self._selector.unregister(connection.sock)
+        else:
+            self._selector.modify(connection.sock, events, connection)
+        connection.events = events
 
     def _drop(self, connection: _Connection) -> None:
         """The connection is over. If an answer is on its way, whoever gives it closes the socket."""
         if connection in self._connections:
             self._connections.remove(connection)
-            self._selector.unregister(connection.sock)
+            self._look_for(connection, 0)
         if connection.waiting is not None:
             self._end_poll(connection)
+            connection.asked = False
+        if connection.shipment is not None and not connection.sending:
+            connection.shipment.close()
+            connection.shipment = None
             connection.asked = False
         connection.gone = True
         if not (connection.asked or connection.sending):
@@ -291,7 +326,49 @@ class Lane:
             return
         if span is None:
             self._store.unwatch(*place, connection)
-        self._send(connection, self._questions.located(span), None)
+        if span is None or header.get("local"):
+            self._send(connection, self._questions.located(span), None)
+        else:
+            self._ship(connection, header, span)
+
+    # --- rows of queues ---
+
+    def _ship(self, connection: _Connection, header: Header, span: Span) -> None:
+        """Answer with the rows themselves, behind a frame that says how many bytes they are."""
+        path = self._store.segment_path(span.file)
+        answer = {"file": str(path), "offset": span.offset, "segment": span.segment_begin, "end": span.end}
+        answer["bytes"] = span.size_bytes
+        try:
+            connection.shipment = Shipment(encode_frame(answer, None), path, span.offset, span.size_bytes)
+        except FileNotFoundError:
+            raise self._store.missing(path, header["queue"], header["partition"], header["begin"]) from None
+        self._carry(connection)
+
+    def _carry(self, connection: _Connection) -> None:
+        """Hand the connection to a carrier. Until it comes back, this thread neither uses nor closes it."""
+        assert connection.shipment is not None
+        self._look_for(connection, 0)
+        connection.sending = True
+        self._carriers.submit(self._send_shipment, connection, connection.shipment)
+
+    def _send_shipment(self, connection: _Connection, shipment: Shipment) -> None:
+        """Called by a carrier."""
+        progress = shipment.send(connection.sock)
+        self._tell(lambda: self._carried(connection, progress))
+
+    def _carried(self, connection: _Connection, progress: Progress) -> None:
+        connection.sending = False
+        if progress is Progress.FULL:
+            self._look_for(connection, selectors.EVENT_WRITE)
+        elif progress is Progress.BROKEN:
+            # Whoever has half of an answer can only ask again, on another connection.
+            self._drop(connection)
+        else:
+            assert connection.shipment is not None
+            connection.shipment.close()
+            connection.shipment = None
+            connection.asked = False
+            self._look_for(connection, selectors.EVENT_READ)
 
     def _look_again(self, connection: _Connection) -> None:
         poll, connection.waiting = connection.waiting, None
@@ -359,5 +436,4 @@ class Lane:
         with contextlib.suppress(BlockingIOError):
             sent = connection.sock.send(connection.unsent)
             connection.unsent = connection.unsent[sent:]
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
-        self._selector.modify(connection.sock, wanted, connection)
+        self._look_for(connection, selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0))

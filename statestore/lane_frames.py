@@ -6,6 +6,9 @@
 All numbers are little-endian; a length of FFFFFFFF is a null, and so many rows are none at all. The header is the JSON
 object of ``wire``. When a client connects, the daemon says ``GREETING``; then the client asks one question at a time,
 and each has one answer. There is no Arrow in this: for a few rows an array costs more than the rows.
+
+The answer to a read of a queue has no rows. Its header says how many ``bytes`` of records follow the frame, as they
+stand in the segment file; to a reader that maps the file itself (``local``) it says where they are, and none follow.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ def send_at_once(sock: socket.socket) -> None:
 def is_small(header: Header, rows: Rows | None) -> bool:
     """Whether a question belongs on the lane: it is quickly answered, and its rows are few and small."""
     operation = header.get("op")
-    if operation not in _OPERATIONS or (operation == "read" and not header.get("local")):
+    if operation not in _OPERATIONS:
         return False
     if rows is None:
         return True
@@ -82,7 +85,7 @@ def frame_bytes(begin: bytes | bytearray) -> int | None:
     return None if len(begin) < _SIZE_BYTES else _SIZE_BYTES + int.from_bytes(begin[:_SIZE_BYTES], "little")
 
 
-def decode_frame(data: bytes) -> tuple[Header, Rows | None]:
+def decode_frame(data: bytes, header_bytes_max: int = TICKET_BYTES_MAX) -> tuple[Header, Rows | None]:
     """Of one whole frame; ``BadInput`` if it is none."""
     if len(data) < _HEAD.size:
         raise BadInput("a frame without a head")
@@ -93,7 +96,7 @@ def decode_frame(data: bytes) -> tuple[Header, Rows | None]:
     rows_at = lengths_at + 8 * count
     if rows_at > len(data):
         raise BadInput("a frame that is shorter than it says")
-    header = decode_header(data[_HEAD.size : lengths_at])
+    header = decode_header(data[_HEAD.size : lengths_at], header_bytes_max)
     lengths = struct.unpack_from(f"<{2 * count}I", data, lengths_at)
     ends = list(accumulate((0 if length == _NULL else length for length in lengths), initial=rows_at))
     if ends[-1] != len(data):

@@ -333,10 +333,16 @@ class LocalStore:
         try:
             records = map_range(file, span.offset, span.size_bytes)
         except FileNotFoundError:
-            # Trimmed since, which the second look says; or lost, which it says too.
-            self.locate(queue_id, partition, begin, max_rows, max_bytes, 0)
-            raise CorruptData(f"{file}: the file is missing, but its rows were acknowledged", file=str(file)) from None
-        return QueueRead(str(file), span.offset, span.split(records), span.segment_begin)
+            raise self.missing(file, queue_id, partition, begin) from None
+        return QueueRead(str(file), span.offset, span.split(records), span.segment_begin, span.end)
+
+    def missing(self, file: Path, queue_id: int, partition: int, begin: int) -> ShuffleError:
+        """Why there is no ``file``, where the row ``begin`` was a moment ago: trimmed since, or lost."""
+        try:
+            self.locate(queue_id, partition, begin, 1, 1, 0)
+        except ShuffleError as error:
+            return error
+        return CorruptData(f"{file}: the file is missing, but its rows were acknowledged", file=str(file))
 
     def locate(
         self, queue_id: int, partition: int, begin: int, max_rows: int, max_bytes: int, wait_ms: int

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import pyarrow as pa
+from collections.abc import Callable
 
 from shuffle.errors import BadInput, CommitConflict, ShuffleError, StoreUnavailable, to_wire
-from shuffle.limits import MIB
 from statestore.buffers import listed
 from statestore.group import Span
 from statestore.held import Held
 from statestore.local import LocalStore
 from statestore.request import CommitRequest, Committed
 from statestore.store import Moment
-from statestore.wire import Header, Rows, as_buffers, decode_commit, frame, rows_of, side_by_side, unpack_sections
+from statestore.wire import Header, Rows, as_buffers, decode_commit, rows_of, unpack_sections
 
 SCAN_ROWS_MAX = 1_000_000
 
-FRAME_BYTES_MAX = 1 * MIB
-"""Frames of one answer. Smaller than what is read at once, so that sending one overlaps with receiving another."""
-
-Frames = list[pa.RecordBatch]
-Answer = tuple[Header, Rows | Frames | None]
+Answer = tuple[Header, Rows | None]
 
 
 class Questions:
@@ -40,7 +33,6 @@ class Questions:
             "stage": self._stage,
             "discard": self._discard,
             "bounds": self._bounds,
-            "read": self._read,
         }
 
     def answer(self, header: Header, rows: Rows | None) -> Answer:
@@ -129,38 +121,13 @@ class Questions:
     def _bounds(self, header: Header, rows: Rows | None) -> Answer:
         return {"bounds": self._store.bounds(header["queue"])}, None
 
-    def _read(self, header: Header, rows: Rows | None) -> Answer:
-        place = (header["queue"], header["partition"], header["begin"])
-        bounds = (header["rows"], header["bytes"], header["wait_ms"])
-        if header.get("local"):
-            return self.located(self._store.locate(*place, *bounds)), None
-        found = self._store.read(*place, *bounds)
-        if found is None:
-            return self.located(None), None
-        answer = {"file": found.file, "offset": found.offset, "segment": found.segment_begin}
-        return answer, _frames(found.records)
-
     def located(self, span: Span | None) -> Header:
         """For a client that maps the file itself: nothing is copied, not even over the loopback."""
         if span is None:
             return {"file": None}
         file = str(self._store.segment_path(span.file))
-        return {"file": file, "offset": span.offset, "segment": span.segment_begin, "ends": span.ends}
-
-
-def _frames(records: Sequence[pa.Buffer]) -> Frames:
-    """Records as frames of about ``FRAME_BYTES_MAX``. Neighbours in the file are neighbours in a frame, not copies."""
-    frames: Frames = []
-    run: list[pa.Buffer] = []
-    run_bytes = 0
-    for record in records:
-        if run and run_bytes + record.size > FRAME_BYTES_MAX:
-            frames.append(frame(None, side_by_side(run)))
-            run, run_bytes = [], 0
-        run.append(record)
-        run_bytes += record.size
-    frames.append(frame(None, side_by_side(run)))
-    return frames
+        place = {"file": file, "offset": span.offset, "segment": span.segment_begin, "end": span.end}
+        return {**place, "ends": span.ends}
 
 
 def _given(rows: Rows | None) -> Rows:

@@ -6,9 +6,9 @@ import contextlib
 import json
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -25,11 +25,14 @@ from statestore.leases import Member
 from statestore.readahead import Question, ReadAhead
 from statestore.request import CatalogueChange, CommitRequest, Committed, CreateQueue, CreateTable
 from statestore.schema import QueueSchema, TableSchema
+from statestore.segment import split_records
 from statestore.sessions import SESSION_TTL_MS_DEFAULT
 from statestore.sockets import Place, SocketPool
 from statestore.store import Moment, QueueRead
 from statestore.streams import Answer, NothingSent, StreamPool
-from statestore.wire import Header, Rows, as_buffers, encode_commit, pack_sections, rows_of
+from statestore.wire import Header, Rows, encode_commit, pack_sections, rows_of
+
+T = TypeVar("T")
 
 TIMEOUT_S_DEFAULT = 30.0
 """How long a call waits for its answer, beyond any wait it asks for itself."""
@@ -109,11 +112,14 @@ class RemoteStore:
     def _ask(self, header: Header, rows: Rows | None = None, wait_ms: int = 0) -> Answer:
         """A question that may be asked twice: once more when the daemon went away, since it may be back."""
         timeout_s = self._timeout_s + wait_ms / 1000
+        return self._twice(lambda: self._ask_once(header, rows, timeout_s))
+
+    def _twice(self, ask: Callable[[], T]) -> T:
         try:
-            return self._ask_once(header, rows, timeout_s)
+            return ask()
         except (NothingSent, StoreUnavailable):
             try:
-                return self._ask_once(header, rows, timeout_s)
+                return ask()
             except NothingSent as error:
                 raise StoreUnavailable(str(error), address=self._address) from None
 
@@ -281,26 +287,34 @@ class RemoteStore:
                 return found
         return self._read_ahead.read(question, wait_ms)
 
-    def _read_wire(self, question: Question, wait_ms: int) -> QueueRead | None:
-        answer, frames = self._ask(_read_header(question, wait_ms), wait_ms=wait_ms)
-        if answer["file"] is None:
+    def _read_wire(
+        self, question: Question, wait_ms: int, on_end: Callable[[int], None] | None = None
+    ) -> QueueRead | None:
+        header, timeout_s = _read_header(question, wait_ms), self._timeout_s + wait_ms / 1000
+
+        def on_header(answer: Header) -> None:
+            if on_end is not None:
+                on_end(answer["end"])
+
+        answer, data = self._twice(lambda: self._sockets.ask_bytes(header, timeout_s, on_header))
+        if data is None:
             return None
-        records = [record for rows in frames for record in as_buffers(rows[1])]
-        return QueueRead(answer["file"], answer["offset"], records, answer["segment"])
+        file, offset = answer["file"], answer["offset"]
+        return QueueRead(file, offset, split_records(data, file, offset), answer["segment"], answer["end"])
 
     def _read_mapped(self, question: Question, wait_ms: int) -> QueueRead | None:
         """The records from the segment file itself: the daemon only says where they are."""
         answer, _ = self._ask({**_read_header(question, wait_ms), "local": True}, wait_ms=wait_ms)
         if answer["file"] is None:
             return None
-        span = Span(answer["file"], answer["offset"], answer["ends"], answer["segment"])
+        span = Span(answer["file"], answer["offset"], answer["ends"], answer["segment"], answer["end"])
         try:
             records = span.split(map_range(Path(span.file), span.offset, span.size_bytes))
         except OSError:
             # Trimmed a moment ago, or not this machine's folder after all: from now on rows come over the wire.
             self._maps_files = False
             return None
-        return QueueRead(span.file, span.offset, records, span.segment_begin)
+        return QueueRead(span.file, span.offset, records, span.segment_begin, span.end)
 
     # --- leases ---
 
@@ -374,9 +388,9 @@ def _read_header(question: Question, wait_ms: int) -> Header:
 
 
 def _rows(answer: Answer) -> Rows:
-    if not answer[1]:
+    if answer[1] is None:
         raise StoreUnavailable("the state store answered without the rows it was asked for")
-    return answer[1][0]
+    return answer[1]
 
 
 def _members(reply: dict[str, Any]) -> tuple[int, list[Member]]:

@@ -128,9 +128,18 @@ class Rocks:
         except Exception as error:
             raise _translated(error) from None
 
-    def write(self, puts: Sequence[tuple[Sequence[bytes], Sequence[bytes | None]]]) -> int:
-        """Apply keys and values (None deletes) in order, atomically, not yet synced. Returns the bytes of the batch."""
+    def write(
+        self,
+        puts: Sequence[tuple[Sequence[bytes], Sequence[bytes | None]]],
+        cleared: Sequence[tuple[bytes, bytes]] = (),
+    ) -> int:
+        """Remove ranges, then apply keys and values (None deletes) in order; atomically, and not yet synced.
+
+        Returns the bytes of the batch: a range is a few of them, however many keys it has.
+        """
         batch = WriteBatch(raw_mode=True)
+        for begin, end in cleared:
+            batch.delete_range(begin, end)
         put, delete = batch.put, batch.delete
         for keys, values in puts:
             if None in values:

@@ -89,6 +89,21 @@ def decode_head(data: memoryview, offset: int, file: str) -> RecordHead:
     return RecordHead(payload_bytes, first_row, rows, checksum)
 
 
+def split_records(data: pa.Buffer, file: str, offset: int) -> list[pa.Buffer]:
+    """The records that lie in ``data`` side by side; ``offset`` is where they begin in the file."""
+    view, records, at = memoryview(data), [], 0
+    while at < len(view):
+        try:
+            size_bytes = decode_head(view, at, file).size_bytes
+        except CorruptData:
+            raise CorruptData(
+                f"{file}: no whole record at offset {offset + at}", file=file, offset=offset + at
+            ) from None
+        records.append(data.slice(at, size_bytes))
+        at += size_bytes
+    return records
+
+
 def decode_batch(record: pa.Buffer, schema: pa.Schema, file: str, offset: int) -> tuple[RecordHead, pa.RecordBatch]:
     """The rows of one record, its checksum found right, and without a copy. ``file`` and ``offset`` say where it is."""
     data = memoryview(record)

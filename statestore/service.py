@@ -30,12 +30,7 @@ class DataPlane(FlightServerBase):  # type: ignore[misc]
             if rows is None:
                 writer.write_metadata(encode_header(header))
                 continue
-            first, *others = rows if isinstance(rows, list) else [frame(*rows)]
-            if others:
-                header["frames"] = 1 + len(others)
-            writer.write_with_metadata(first, encode_header(header))
-            for batch in others:
-                writer.write_batch(batch)
+            writer.write_with_metadata(frame(*rows), encode_header(header))
 
     def _answer(self, metadata: pa.Buffer | None, batch: pa.RecordBatch | None, command: bytes) -> Answer:
         try:

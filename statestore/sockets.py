@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pyarrow as pa
+
 from shuffle.errors import BadInput, StoreUnavailable, from_wire
-from shuffle.limits import KIB
+from shuffle.limits import ANSWER_HEADER_BYTES_MAX, BATCH_BYTES_MAX, KIB, MIB
 from statestore.lane_frames import (
     ANSWER_BYTES_MAX,
     GREETING,
@@ -29,9 +31,24 @@ POOL_MAX = 64
 
 CONNECT_TIMEOUT_S = 5.0
 
+FOLLOWING_BYTES_MAX = 2 * BATCH_BYTES_MAX
+"""Bytes behind a frame. A read answers at least one record, and that is a batch and its head."""
+
 _RECEIVE_BYTES = 64 * KIB
+_FOLLOWING_BYTES = 4 * MIB
+"""Received at once of what follows a frame; in between the deadline is looked at."""
 _IDLE_S = 0.05
 """After so long without a question, a connection is looked at before it is trusted with one."""
+
+
+OnHeader = Callable[[Header], None]
+
+_Answer = tuple[Header, Rows | None, pa.Buffer | None]
+"""With the bytes that follow it, if any do."""
+
+
+def _ignore(header: Header) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +101,8 @@ class _Connection:
             pass
         return False
 
-    def ask(self, question: bytes, timeout_s: float) -> tuple[Header, Rows | None]:
+    def ask(self, question: bytes, timeout_s: float, on_header: OnHeader) -> _Answer:
+        """The answer's header and rows, and the bytes that follow them, if the header says so."""
         if timeout_s != self._timeout_s:
             self._set_timeout(timeout_s)
         deadline = time.monotonic() + timeout_s
@@ -92,18 +110,44 @@ class _Connection:
         data = self._sock.recv(_RECEIVE_BYTES)
         whole = frame_bytes(data)
         if whole is None or len(data) < whole:
-            data = self._rest(data, deadline)
+            data, whole = self._rest(data, deadline)
+        header, rows = decode_frame(data[:whole], ANSWER_HEADER_BYTES_MAX)
+        following = None
+        if "bytes" in header:
+            on_header(header)
+            following = self._following(data[whole:], header["bytes"], deadline)
+        elif len(data) > whole:
+            raise BadInput("more than one answer")
         self._used_at = time.monotonic()
-        return decode_frame(data)
+        return header, rows, following
 
-    def _rest(self, begin: bytes, deadline: float) -> bytes:
+    def _following(self, begin: bytes, size_bytes: int, deadline: float) -> pa.Buffer:
+        """``size_bytes`` bytes, the first of which came with the frame."""
+        if not len(begin) <= size_bytes <= FOLLOWING_BYTES_MAX:
+            raise BadInput(f"{size_bytes} bytes are to follow an answer, more than {FOLLOWING_BYTES_MAX} or too few")
+        buffer = pa.allocate_buffer(size_bytes)
+        view = memoryview(buffer).cast("B")
+        view[: len(begin)] = begin
+        at = len(begin)
+        while at < size_bytes:
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            # The kernel waits for all of it: waking up for each packet would take this thread as long as the copy.
+            received = self._sock.recv_into(view[at : at + _FOLLOWING_BYTES], 0, socket.MSG_WAITALL)
+            if not received:
+                raise ConnectionError("closed")
+            at += received
+        return buffer
+
+    def _rest(self, begin: bytes, deadline: float) -> tuple[bytes, int]:
+        """At least the whole frame that begins like this, and how long the frame is."""
         data = bytearray(begin)
         while True:
             whole = frame_bytes(data)
             if whole is not None and whole > ANSWER_BYTES_MAX:
                 raise BadInput(f"an answer of {whole} bytes, more than {ANSWER_BYTES_MAX}")
             if whole is not None and len(data) >= whole:
-                return bytes(data)
+                return bytes(data), whole
             if time.monotonic() > deadline:
                 raise TimeoutError
             piece = self._sock.recv(_RECEIVE_BYTES)
@@ -150,11 +194,20 @@ class SocketPool:
         Raises the store's own error, ``StoreUnavailable`` when it broke off on the way, or ``NothingSent`` when the
         store could not even be asked.
         """
+        answer, found, _ = self._ask(header, rows, timeout_s, _ignore)
+        return answer, found
+
+    def ask_bytes(self, header: Header, timeout_s: float, on_header: OnHeader) -> tuple[Header, pa.Buffer | None]:
+        """The same for a question whose answer is a run of bytes, or None; ``on_header`` is called before they come."""
+        answer, _, following = self._ask(header, None, timeout_s, on_header)
+        return answer, following
+
+    def _ask(self, header: Header, rows: Rows | None, timeout_s: float, on_header: OnHeader) -> _Answer:
         question = encode_frame(header, rows)
         connection = self._take()
         self._asking.add(connection)
         try:
-            answer, found = connection.ask(question, timeout_s)
+            answer, found, following = connection.ask(question, timeout_s, on_header)
         except BaseException as error:
             self._asking.discard(connection)
             connection.close()
@@ -169,7 +222,7 @@ class SocketPool:
         self._keep(connection)
         if "error" in answer:
             raise from_wire(answer["error"])
-        return answer, [] if found is None else [found]
+        return answer, found, following
 
     def close(self) -> None:
         self._closed = True

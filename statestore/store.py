@@ -40,6 +40,8 @@ class QueueRead:
     records: Sequence[pa.Buffer]
     segment_begin: int
     """The position of the segment's row 0: records count their rows from there."""
+    end: int
+    """The position after the last row of the records."""
 
 
 class Store(Protocol):

@@ -12,10 +12,10 @@ import pyarrow as pa
 
 from shuffle import flight
 from shuffle.errors import ShuffleError, StoreUnavailable, from_wire
-from statestore.wire import EXCHANGE, FRAME, Header, Rows, decode_header, encode_header, frame
+from shuffle.limits import ANSWER_HEADER_BYTES_MAX
+from statestore.wire import EXCHANGE, FRAME, Header, Rows, decode_header, encode_header, frame, rows_in
 
-Answer = tuple[Header, list[Rows]]
-"""A header and its frames of rows; most answers have one or none."""
+Answer = tuple[Header, Rows | None]
 
 POOL_MAX = 64
 """Idle streams kept; each is a thread at the daemon."""
@@ -39,11 +39,9 @@ class _Stream:
         else:
             self._writer.write_with_metadata(batch, header)
         chunk = self._reader.read_chunk()
-        answer = decode_header(None if chunk.app_metadata is None else chunk.app_metadata.to_pybytes())
-        batches = [] if chunk.data is None else [chunk.data]
-        for _ in range(answer.get("frames", 1) - 1):
-            batches.append(self._reader.read_chunk().data)
-        return answer, [(batch.column(0), batch.column(1)) for batch in batches]
+        metadata = None if chunk.app_metadata is None else chunk.app_metadata.to_pybytes()
+        answer = decode_header(metadata, ANSWER_HEADER_BYTES_MAX)
+        return answer, rows_in(chunk.data)
 
     def cancel(self) -> None:
         self._reader.cancel()
@@ -80,7 +78,7 @@ class StreamPool:
         with self._lock:
             self._asking[stream] = time.monotonic() + timeout_s
         try:
-            answer, frames = stream.ask(encoded, batch)
+            answer, found = stream.ask(encoded, batch)
         except BaseException as error:
             self._finished(stream, alive=False)
             if not isinstance(error, Exception) or isinstance(error, ShuffleError):
@@ -91,7 +89,7 @@ class StreamPool:
         self._finished(stream, alive=True)
         if "error" in answer:
             raise from_wire(answer["error"])
-        return answer, frames
+        return answer, found
 
     def close(self) -> None:
         self._closed.set()

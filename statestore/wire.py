@@ -3,9 +3,9 @@
 A question and its answer are a JSON object, the header, and rows of two binary columns. They travel in one of two ways:
 
     Flight   a client keeps a few ``DoExchange`` streams open and asks one question at a time on each. The rows are a
-             record batch, the header is its ``app_metadata``; a large answer has more ``frames``. (A new call for each
-             question would cost a third more time alone, and five times more under load.)
-    lane     small ones over plain sockets: ``lane_frames``
+             record batch, the header is its ``app_metadata``. (A new call for each question would cost a third more
+             time alone, and five times more under load.)
+    lane     small ones over plain sockets, and reads of queues, whose answer is bytes of a file: ``lane_frames``
 
 A commit is a run of sections of these rows, listed in the header in their order (or, if they are many, as JSON in the
 value of a first row):
@@ -57,11 +57,12 @@ def encode_header(header: Header) -> bytes:
     return _to_json(header).encode()
 
 
-def decode_header(data: bytes | None) -> Header:
+def decode_header(data: bytes | None, bytes_max: int = TICKET_BYTES_MAX) -> Header:
+    """Of a question; for an answer give ``ANSWER_HEADER_BYTES_MAX``."""
     if data is None:
         raise BadInput("a frame without a header")
-    if len(data) > TICKET_BYTES_MAX:
-        raise TooLarge(f"a header of {len(data)} bytes, more than {TICKET_BYTES_MAX}", limit=TICKET_BYTES_MAX)
+    if len(data) > bytes_max:
+        raise TooLarge(f"a header of {len(data)} bytes, more than {bytes_max}", limit=bytes_max)
     try:
         header = json.loads(data)
     except ValueError:

@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shuffle.errors import BadInput, CommitConflict, Expired, OutOfRange, SequenceError
+from shuffle.errors import BadInput, CommitConflict, Expired, OutOfRange, SequenceError, TooLarge
+from shuffle.limits import TRANSACTION_APPENDS_MAX
 from statestore import Queue, StateClient
+from statestore.request import CommitRequest
 from tests.contract.accounts import NUMBERS, WAIT_MS, keys, numbers, queued, rows, scanned, write
 from tests.daemons import wait_until
 
@@ -249,3 +251,18 @@ def test_concurrent_appends_share_out_the_positions(client: StateClient, other: 
     values = queued(queue, 0)
     assert values[0::2] == values[1::2]
     assert sorted(values[0::2]) == [first + i for first in range(0, 400, 100) for i in range(25)]
+
+
+def test_transaction_of_very_many_appends_is_answered_or_refused_before_it_happens(
+    client: StateClient, queue: Queue
+) -> None:
+    appends = 6_000
+    with client.transaction() as tx:
+        for n in range(appends):
+            tx.append(queue.name, n % 2, numbers(n))
+        assert len(tx.commit().appended) == appends
+    assert queue.bounds() == [(0, appends // 2)] * 2
+    one = queue.encoded(0, numbers(1), None, None)
+    with pytest.raises(TooLarge, match="appends"):
+        client.store.commit(CommitRequest(appends=[one] * (TRANSACTION_APPENDS_MAX + 1)))
+    assert queue.bounds() == [(0, appends // 2)] * 2

@@ -69,6 +69,33 @@ def test_dropped_queue_is_gone(client: StateClient, queue: Queue) -> None:
         queue.append(0, numbers(3))
 
 
+def test_queue_made_anew_by_another_client_is_found_and_the_old_handle_stays_refused(
+    client: StateClient, other: StateClient, queue: Queue
+) -> None:
+    queue.append(0, numbers(1, 2))
+    other.drop_queue(queue.name)
+    other.create_queue(queue.name, schema=NUMBERS, partitions=2)
+    for _ in range(2):
+        # The rows at its positions are others now.
+        with pytest.raises(UnknownTable):
+            queue.read(0, 0)
+    client.queue(queue.name).append(0, numbers(3))
+    assert client.queue(queue.name).read(0, 0)[0]["n"].to_pylist() == [3]
+
+
+def test_dropping_a_table_leaves_its_neighbours_alone(client: StateClient) -> None:
+    names = [new_name("neighbour") for _ in range(3)]
+    for name in names:
+        client.create_table(name, key=pa.schema([("k", pa.int64())]), value=pa.schema([("v", pa.int64())]))
+        with client.transaction() as tx:
+            tx.write(name, pa.table({"k": range(5_000), "v": range(5_000)}))
+            tx.commit()
+    client.drop_table(names[1])
+    assert [client.scan(name).read_all().num_rows for name in (names[0], names[2])] == [5_000, 5_000]
+    client.create_table(names[1], key=pa.schema([("k", pa.int64())]), value=pa.schema([("v", pa.int64())]))
+    assert client.scan(names[1]).read_all().num_rows == 0
+
+
 def test_lookup_keeps_the_order_of_the_keys_and_leaves_out_missing_ones(client: StateClient, table: str) -> None:
     write(client, table, ("a", 1, 10), ("b", 2, 20), ("c", 3, None))
     found = client.lookup(table, keys(("c", 3), ("x", 1), ("a", 1), ("a", 2), ("c", 3)))

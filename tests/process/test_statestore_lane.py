@@ -15,11 +15,22 @@ import grpc
 import pyarrow as pa
 import pytest
 
-from shuffle.errors import BadInput, CommitUnknown, StoreUnavailable, TooLarge, UnknownTable, from_wire
+from shuffle.errors import (
+    BadInput,
+    CommitUnknown,
+    CorruptData,
+    OutOfRange,
+    StoreUnavailable,
+    TooLarge,
+    UnknownTable,
+    from_wire,
+)
 from statestore import StateClient
+from statestore.engine import RECORDS_MAX
 from statestore.lane_frames import GREETING, QUESTION_BYTES_MAX, decode_frame, encode_frame, local_address
 from statestore.proto import control_pb2 as pb
 from statestore.proto import control_pb2_grpc
+from statestore.segment import decode_batch, split_records
 from statestore.wire import Header
 from tests.daemons import StoreProcess, wait_until
 
@@ -215,3 +226,142 @@ def test_answer_that_never_came_is_unknown_and_a_daemon_that_was_not_asked_is_un
         threading.Event().wait(0.1)
         with pytest.raises(StoreUnavailable, match="nothing was committed"):
             put(client, 3)
+
+
+# --- rows of queues, which the daemon sends from its files ---
+
+ROW_BYTES = 100_000
+BLOBS = pa.schema([("n", pa.int64()), ("v", pa.binary())])
+
+
+def blobs(begin: int, end: int) -> pa.Table:
+    chance = random.Random(begin)
+    values = [chance.randbytes(ROW_BYTES) for _ in range(begin, end)]
+    return pa.table({"n": pa.array(range(begin, end), pa.int64()), "v": pa.array(values, pa.binary())})
+
+
+def open_segments(pid: int) -> int:
+    links = [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
+    return sum(os.path.exists(link) and os.readlink(link).endswith(".seg") for link in links)
+
+
+def read_question(queue_id: int, **more: int) -> bytes:
+    asked = {"op": "read", "queue": queue_id, "partition": 0, "begin": 0, "rows": 1000, "bytes": 1 << 26, "wait_ms": 0}
+    return encode_frame({**asked, **more}, None)
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_reader_that_stops_taking_its_rows_holds_up_nobody_and_gets_them_all(daemon: StoreProcess, near: bool) -> None:
+    with StateClient.connect(daemon.address, local_files=False) as client:
+        queue = client.create_queue(f"large-{near}", schema=BLOBS, partitions=1)
+        written = [blobs(at, at + 50) for at in range(0, 300, 50)]
+        for rows in written:
+            queue.append(0, rows)
+        before = open_segments(daemon.pid)  # those that are being filled
+        stuck = [Talker(daemon, near) for _ in range(8)]  # more than there are threads to send with
+        for talker in stuck:
+            talker.sock.sendall(read_question(queue.queue_id))
+        wait_until(lambda: open_segments(daemon.pid) >= before + len(stuck), "they are being sent to")
+        put(client, 7)
+        found, position = queue.read(0, 0, max_bytes=1 << 26)
+        assert (found, position) == (pa.concat_tables(written), 300)
+        for talker in stuck[1:]:
+            talker.close()
+        data = b""
+        while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "little"):
+            data += stuck[0].sock.recv(16)
+        whole = 4 + int.from_bytes(data[:4], "little")
+        header, _ = decode_frame(data[:whole])
+        records = data[whole:]
+        while len(records) < header["bytes"]:
+            records += stuck[0].sock.recv(1 << 20)
+        parts = split_records(pa.py_buffer(records), header["file"], header["offset"])
+        batches = [decode_batch(part, BLOBS, header["file"], header["offset"])[1] for part in parts]
+        assert pa.Table.from_batches(batches) == pa.concat_tables(written)
+        answer = stuck[0].ask(encode_frame({"op": "bounds", "queue": queue.queue_id}, None))
+        assert answer == {"bounds": [[0, 300]]}
+        stuck[0].close()
+        wait_until(lambda: open_segments(daemon.pid) <= before, "the daemon closes the files of those who hung up")
+
+
+def test_rows_trimmed_while_they_are_sent_arrive_and_are_gone_afterwards(daemon: StoreProcess) -> None:
+    with StateClient.connect(daemon.address, local_files=False) as client:
+        queue = client.create_queue("trimmed", schema=BLOBS, partitions=1)
+        for at in range(0, 300, 50):
+            queue.append(0, blobs(at, at + 50))
+        [segment] = list(daemon.path.rglob(f"q{queue.queue_id}-p0-*.seg"))
+        talker = Talker(daemon)
+        talker.sock.sendall(read_question(queue.queue_id))
+        head = talker.sock.recv(1 << 16)
+        queue.trim(0, 300)
+        wait_until(lambda: not segment.exists(), "the file is removed")
+        received = len(head) - 4 - int.from_bytes(head[:4], "little")
+        while received < 300 * ROW_BYTES:
+            received += len(talker.sock.recv(1 << 20))
+        talker.close()
+        with pytest.raises(OutOfRange, match="trimmed"):
+            queue.read(0, 0)
+        assert queue.read(0, 300)[0].num_rows == 0
+
+
+def test_very_many_small_records_are_read_in_parts(daemon: StoreProcess) -> None:
+    rows = RECORDS_MAX * 3
+    with StateClient.connect(daemon.address) as near, StateClient.connect(daemon.address, local_files=False) as far:
+        queue = near.create_queue("tiny", schema=NUMBERS, partitions=1)
+        with near.transaction() as tx:
+            for n in range(rows):
+                tx.append("tiny", 0, numbers(n))
+            tx.commit()
+        for client in (near, far):
+            found, position = client.queue("tiny").read(0, 0)
+            assert position == rows
+            assert found["n"].to_pylist() == list(range(rows))
+        assert queue.read(0, 0, one_answer=True)[1] == RECORDS_MAX
+
+
+def test_long_poll_over_the_wire_gets_rows_when_they_come(daemon: StoreProcess) -> None:
+    with StateClient.connect(daemon.address, local_files=False) as far, StateClient.connect(daemon.address) as other:
+        queue = far.create_queue("awaited", schema=NUMBERS, partitions=1)
+        assert queue.read(0, 0, wait_ms=1)[0].num_rows == 0
+        found: list[pa.Table] = []
+        waiting = threading.Thread(target=lambda: found.append(queue.read(0, 0, wait_ms=WAIT_MS)[0]))
+        waiting.start()
+        other.queue("awaited").append(0, numbers(1, 2, 3))
+        waiting.join(WAIT_MS / 2000)
+        assert [table["n"].to_pylist() for table in found] == [[1, 2, 3]]
+
+
+def test_segment_that_was_cut_is_refused_over_the_wire(tmp_path: Path) -> None:
+    with StoreProcess(tmp_path / "state") as daemon:
+        with StateClient.connect(daemon.address, local_files=False) as client:
+            queue = client.create_queue("q", schema=BLOBS, partitions=1)
+            queue.append(0, blobs(0, 20))
+            [segment] = (tmp_path / "state").rglob("*.seg")
+            os.truncate(segment, segment.stat().st_size // 2)
+            with pytest.raises(CorruptData, match="cut"):
+                queue.read(0, 0)
+            put_elsewhere = client.create_table("t", key=NUMBERS, value=pa.schema([("v", pa.binary())]))
+            assert put_elsewhere.name == "t"
+
+
+def test_daemon_killed_while_it_sends_rows_is_unavailable(tmp_path: Path) -> None:
+    with StoreProcess(tmp_path / "state") as daemon:
+        with StateClient.connect(daemon.address, local_files=False, timeout_s=2.0) as client:
+            queue = client.create_queue("q", schema=BLOBS, partitions=1)
+            for at in range(0, 600, 50):
+                queue.append(0, blobs(at, at + 50))
+            talker = Talker(daemon)
+            talker.sock.sendall(read_question(queue.queue_id))
+            talker.sock.recv(16)
+            daemon.kill()
+            received, piece = 0, b"-"
+            while piece:
+                try:
+                    piece = talker.sock.recv(1 << 20)
+                except ConnectionResetError:
+                    break
+                received += len(piece)
+            assert received < 600 * ROW_BYTES
+            talker.close()
+            with pytest.raises(StoreUnavailable):
+                queue.read(0, 0)

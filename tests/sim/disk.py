@@ -139,12 +139,17 @@ class SimKeys:
         self._disk.check_alive()
         return [self._keys.get(key) for key in keys]
 
-    def write(self, puts: Sequence[tuple[Sequence[bytes], Sequence[bytes | None]]]) -> int:
+    def write(
+        self,
+        puts: Sequence[tuple[Sequence[bytes], Sequence[bytes | None]]],
+        cleared: Sequence[tuple[bytes, bytes]] = (),
+    ) -> int:
         disk = self._disk
         disk.check_alive()
         if disk.take_failure("write"):
             raise StoreError("RocksDB: IO error: no reason given")
-        batch: Batch = [pair for keys, values in puts for pair in zip(keys, values, strict=True)]
+        batch: Batch = [(key, None) for begin, end in cleared for key in self._keys if begin <= key < end]
+        batch += [pair for keys, values in puts for pair in zip(keys, values, strict=True)]
         disk.unsynced.append(batch)
         apply(self._keys, batch)
         self._view = None

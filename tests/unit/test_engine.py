@@ -79,10 +79,10 @@ class FaultyDisk(SegmentDisk):
 class FaultyRocks(Rocks):
     failing: str | None = None
 
-    def write(self, puts: Any) -> int:
+    def write(self, puts: Any, cleared: Any = ()) -> int:
         if self.failing == "write":
             raise StoreError("failed before the write")
-        return super().write(puts)
+        return super().write(puts, cleared)
 
     def sync(self) -> None:
         super().sync()

@@ -181,5 +181,15 @@ def spill_skips_a_batch(patch: Any) -> None:
     patch(_Answer, "add", add)
 
 
+def unknown_trim_of_the_spill_taken_for_done(patch: Any) -> None:
+    original = _Store.trim
+
+    def trim(self: Any, positions: Any) -> bool:
+        original(self, positions)
+        return True
+
+    patch(_Store, "trim", trim)
+
+
 def spill_never_trimmed(patch: Any) -> None:
     patch(_Spilling, "trims", lambda self: {})

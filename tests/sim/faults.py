@@ -16,7 +16,7 @@ from tests.sim.network import Trouble
 if TYPE_CHECKING:
     from tests.sim.simulation import Simulation
 
-FAULTS_UNTIL_US = 2_200_000
+FAULTS_UNTIL_US = 1_600_000
 """Faults begin before this; some last a little longer."""
 
 
@@ -51,13 +51,13 @@ def make_faults(rng: Random) -> list[Fault]:
     kinds = sorted(KINDS)
     chosen = rng.sample(kinds, rng.randint(2, min(9, len(kinds))))
     # Messages are what there is most of, so nearly every run has something happen to them.
-    if rng.random() < 0.9:
-        chosen += rng.choices(["lose", "delay", "double", "reorder"], k=2)
+    if rng.random() < 0.95:
+        chosen += rng.choices(["lose", "delay", "double", "reorder"], k=3)
     # Some do their worst together, and would rarely meet by chance alone.
     if rng.random() < 0.4:
         chosen += rng.choice(TOGETHER)
     faults = []
-    for number in range(rng.choice([33, 50, 66, 83])):
+    for number in range(rng.choice([32, 48, 64, 80])):
         at_us = int(rng.random() * FAULTS_UNTIL_US)
         length_us = int(rng.choice([20_000, 150_000, 600_000, 1_200_000]) * (0.5 + rng.random()))
         faults.append(Fault(number, rng.choice(chosen), at_us, length_us, rng.random(), rng.random()))
@@ -292,8 +292,8 @@ KINDS: dict[str, Callable[[Any, Fault], End]] = {
     "twin mapper": _twin("mapper"),
     "twin reducer": _twin("reducer"),
     "clock jump": _clock_jump,
-    "lose": _messages("lose", lambda fault: 0.03 + 0.3 * fault.amount**2),
-    "delay": _messages("delay", lambda fault: 0.1 + 0.5 * fault.amount**2),
+    "lose": _messages("lose", lambda fault: 0.06 + 0.4 * fault.amount**2),
+    "delay": _messages("delay", lambda fault: 0.15 + 0.7 * fault.amount**2),
     "double": _messages("double", lambda fault: 0.15 + 0.75 * fault.amount),
     "reorder": _messages("reorder", lambda fault: 0.2 + 0.8 * fault.amount),
     "lose commit answers": _commit_answers,

@@ -55,7 +55,7 @@ class Workload:
             weights[MAP_POISON], weights[REDUCE_POISON] = rng.choice([0, 0.5, 1.5]), rng.choice([0, 0.5, 1.5])
         kinds = range(6)
         for mapper in range(mapper_count):
-            count = rng.choice([12, 22, 40])
+            count = rng.choice([8, 16, 30])
             rows = [(mapper * 1000 + i, rng.choices(kinds, weights)[0]) for i in range(count)]
             made.inputs.append(rows)
         if poison > 0.9:

@@ -79,6 +79,11 @@ def spill_forgotten_by_a_restart(patch: Any) -> None:
     patch(_Core, "load_spill", lambda self, spills: None)
 
 
+def stopped_before_the_spill_was_fetched(patch: Any) -> None:
+    """A mapper that stops at a bad row waits for its window only, as it once did."""
+    patch(_Core, "is_drained", property(lambda self: not len(self._window)))
+
+
 def bucket_served_before_the_spill(patch: Any) -> None:
     patch(_Core, "spill_read", lambda self, request: None)
 
@@ -174,6 +179,16 @@ def spill_skips_a_batch(patch: Any) -> None:
         return original(self, batch)
 
     patch(_Answer, "add", add)
+
+
+def unknown_trim_of_the_spill_taken_for_done(patch: Any) -> None:
+    original = _Store.trim
+
+    def trim(self: Any, positions: Any) -> bool:
+        original(self, positions)
+        return True
+
+    patch(_Store, "trim", trim)
 
 
 def spill_never_trimmed(patch: Any) -> None:

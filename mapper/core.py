@@ -400,9 +400,10 @@ class MapperCore:
     # Seeing
 
     @property
-    def is_served(self) -> bool:
-        """Whether nothing that was mapped is left for anybody, neither in the window nor in the spill."""
-        return len(self._window) == 0 and self.spilling.is_empty
+    def is_drained(self) -> bool:
+        """Whether no mapped row waits for its reducer any more, neither in the window nor in the spill."""
+        spills = self.spilling.spills.values()
+        return not len(self._window) and self.spilling.is_known and all(spill.is_empty for spill in spills)
 
     @property
     def window_size(self) -> WindowSize:

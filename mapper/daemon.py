@@ -242,11 +242,11 @@ class _Daemon:
             ended.set()
 
     def _drain(self, stop: threading.Event) -> None:
-        """What was mapped before the bad row, spilled or not, can still be fetched and committed."""
+        """What was mapped before the bad row can still be fetched and committed, also what was spilled."""
         deadline_s = time.monotonic() + DRAIN_S
         while time.monotonic() < deadline_s and not stop.wait(0.05):
             with self._shared.lock:
-                if self._core.is_served:
+                if self._core.is_drained:
                     return
 
     # Trim

@@ -92,9 +92,7 @@ class Ingestion:
             found, spills = self._spill.load()
             state = found or pinned
             committed = self._committed()
-            with self._shared.lock:
-                self._core.restart(state, committed)
-                self._core.load_spill(spills)
+            self._shared.restart(state, committed, spills)
             self._poisoned = None
             self.twin_seen.clear()
         _log.info(

@@ -8,18 +8,18 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
 
 from mapper.bucket import Bucket, ServedBatch
 from mapper.core import MappedBatch, MapperCore
-from mapper.spill import SpillHead, SpillRead
+from mapper.spill import Spill, SpillHead, SpillRead
 from mapper.state import MapperState
 from shuffle import crash_points, flight
 from shuffle.errors import BadInput, OutOfRange, ShuffleError, StoreUnavailable, to_wire
-from shuffle.ids import Token
+from shuffle.ids import ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB, WAIT_MS_MAX
 from shuffle.messages import METADATA_FIELDS, NO_ROWS, ROWS_EXCHANGE, STREAM_OVER, BatchTail, GetRows
 
@@ -57,6 +57,20 @@ class SharedCore:
         self._waiters = [0] * reducer_count
         self.closing = False
         """Nothing more is waited for: calls get what there is, and exchanges end."""
+
+    def restart(
+        self,
+        persisted: MapperState,
+        committed: Mapping[ReducerIndex, ShuffleIndex],
+        spills: Mapping[ReducerIndex, Spill],
+    ) -> None:
+        """As that of the core, with what is in the spill."""
+        with self.lock:
+            self.core.restart(persisted, committed)
+            self.core.load_spill(spills)
+            # Who came before that was known, and waits for new rows, may have rows in the spill.
+            for condition in self._new_rows:
+                condition.notify_all()
 
     def ingest(self, observed: MapperState | None, rows_in: int, token_after: Token, mapped: MappedBatch) -> None:
         with self.lock:

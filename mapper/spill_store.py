@@ -242,15 +242,19 @@ class SpillStore:
         for staged_id in prepared.staged.values():
             self._client.queue(self._queue_name).discard(staged_id)
 
-    def trim(self, positions: Mapping[ReducerIndex, int]) -> None:
-        """Give up what is committed. It may be repeated, and be done by any instance: what is committed stays so."""
+    def trim(self, positions: Mapping[ReducerIndex, int]) -> bool:
+        """Give up what is committed; False if it has to be done again, because nobody knows whether it was done.
+
+        It may be repeated, and be done by any instance: what is committed stays so.
+        """
         with self._client.transaction() as tx:
             for reducer, position in positions.items():
                 tx.trim(self._queue_name, reducer, position)
             try:
                 tx.commit()
             except CommitUnknown:
-                return  # Done or not: the next one goes further.
+                return False
+        return True
 
     # reading
 

@@ -270,7 +270,8 @@ class Trimmer:
         if not positions:
             return False
         assert self._spill is not None
-        self._spill.trim(positions)
+        if not self._spill.trim(positions):
+            return False  # A later round tries again: this may have been the last of the spill, and nothing follows it.
         with self._lock:
             self._core.spilling.trimmed(positions)
         for reducer in emptied:

@@ -6,6 +6,7 @@ import pytest
 
 from mapper.core import MappedBatch, MapperCore
 from mapper.mapping import cut
+from mapper.spill import Spill, SpillEnd
 from mapper.state import MapperState
 from shuffle.errors import BadInput, RowsGone, SplitBrain, StaleMapper
 from shuffle.ids import Guid, InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
@@ -328,3 +329,19 @@ def test_restart_forgets_everything_that_is_not_durable() -> None:
     assert one.trim_plan() is None
     assert (one.nbytes, one.next_input_index) == (0, 0)
     assert ask(one, 0, committed=-1) == []
+
+
+def test_rows_in_the_window_or_in_the_spill_are_not_drained() -> None:
+    one = core()
+    feed(one, [0], [1])
+    assert not one.is_drained
+    ask(one, 1, committed=0)
+    assert one.is_drained
+    one.restart(state(1, 1, b"1"))
+    end = SpillEnd(position=1, last_row_index=ShuffleIndex(0), rows=1, nbytes=8)
+    one.load_spill({ReducerIndex(1): Spill(end, 0, 0, 0)})
+    assert not one.is_drained, "it is in the spill"
+    ask(one, 1, committed=0)
+    assert one.is_drained
+    one.forget_spill()
+    assert not one.is_drained, "nobody knows"

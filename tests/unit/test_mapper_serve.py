@@ -16,9 +16,11 @@ from mapper.bucket import ServedBatch
 from mapper.core import MappedBatch, MapperCore
 from mapper.mapping import cut
 from mapper.serve import MapperServer, SharedCore, joined
+from mapper.spill import Spill, SpillEnd
+from mapper.state import MapperState
 from shuffle import flight
 from shuffle.errors import BadInput, RowsGone, ShuffleError, StaleMapper, StoreUnavailable, TooLarge
-from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
+from shuffle.ids import Guid, InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import TICKET_BYTES_MAX
 from shuffle.messages import BatchTail, GetRows
 
@@ -124,6 +126,23 @@ def test_request_that_waits_is_woken_by_rows_of_its_reducer(mapper: Served) -> N
     mapper.feed([3], [0])
     thread.join(10)
     assert answers == [([3], [2])]
+
+
+def test_request_that_waits_is_woken_by_a_restart_that_finds_rows_in_the_spill() -> None:
+    spilled = pa.record_batch([pa.array([7], pa.int64())], schema=SCHEMA)
+    core = MapperCore(GUID, MapperIndex(0), 2, 1 << 30)
+    shared = SharedCore(core, 2, lambda read: ([], [ServedBatch(spilled, ShuffleIndex(4))]))
+    request = GetRows(GUID, ReducerIndex(0), ShuffleIndex(-1), ShuffleIndex(-1), 1000, 1 << 20, wait_ms=30_000)
+    answers: list[list[ServedBatch]] = []
+    thread = threading.Thread(target=lambda: answers.append(shared.get_rows(request)[1]))
+    thread.start()
+    while shared._waiters[0] == 0:
+        threading.Event().wait(0.01)
+    end = SpillEnd(position=1, last_row_index=ShuffleIndex(4), rows=1, nbytes=8)
+    state = MapperState(InputIndex(5), ShuffleIndex(5), Token(b"t"))
+    shared.restart(state, {}, {ReducerIndex(0): Spill(end, 0, 0, 0)})
+    thread.join(10)
+    assert [batch.last_row_index for batch in answers[0]] == [4]
 
 
 def test_request_that_waits_ends_in_time(mapper: Served) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pytest
 
 import mapper.spill as spill
+from mapper.core import MapperCore
+from mapper.reader import QueueReader
 from mapper.spill import (
     Spill,
     SpillAnswer,
@@ -18,9 +24,12 @@ from mapper.spill import (
     decode_heads,
     encode,
 )
-from shuffle.errors import CorruptData, RowsGone
-from shuffle.ids import NOTHING_COMMITTED, ReducerIndex, ShuffleIndex
+from mapper.spill_store import SpillStore, spill_queue
+from mapper.trim import Trimmer
+from shuffle.errors import CommitUnknown, CorruptData, RowsGone
+from shuffle.ids import NOTHING_COMMITTED, Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.messages import METADATA_FIELDS
+from statestore import StateClient, Transaction
 
 
 def part(indexes: list[int], time_us: int = 7, width: int = 10) -> SpillPart:
@@ -140,3 +149,28 @@ def test_empty_spill_begins_anew_where_it_ended() -> None:
     assert one.is_empty
     one.extend(SpillEnd(6, ShuffleIndex(90), 55, 550))
     assert (one.begin, one.rows, one.nbytes, one.is_empty) == (4, 15, 150, False)
+
+
+def test_trim_of_the_spill_that_was_not_answered_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, end = encode([part([0, 1])], SpillEnd(), NOTHING_COMMITTED, "none", 0)
+    reducer = ReducerIndex(0)
+    with StateClient.open(tmp_path) as client:
+        queue = client.create_queue(spill_queue("job", 0), spill.SPILL_SCHEMA, 1)
+        queue.append(0, table)
+        client.create_queue("in", pa.schema([("n", pa.int64())]), 1)
+        core = MapperCore(Guid("g"), MapperIndex(0), 1, 1 << 30)
+        core.load_spill({reducer: Spill(end, 0, 0, 0)})
+        core.spilling.spills[reducer].commit(ShuffleIndex(1))
+        store = SpillStore(client, "job", MapperIndex(0), 1)
+        trimmer = Trimmer(client, "job", core, QueueReader(client, "in", 0), threading.Lock(), spill=store)
+
+        def unanswered(self: Any, *args: Any) -> Any:
+            raise CommitUnknown("the connection broke")
+
+        with monkeypatch.context() as lost:
+            lost.setattr(Transaction, "commit", unanswered)
+            trimmer._trim_spill()
+        assert queue.bounds() == [(0, 1)]
+        trimmer._trim_spill()
+        assert queue.bounds() == [(1, 1)]
+        assert not core.spilling.trims()

@@ -165,19 +165,19 @@ def test_blocked_spill_is_tried_again_later() -> None:
 
 
 def test_restart_knows_what_of_the_spill_was_committed() -> None:
-    for committed, is_served in ((19, False), (20, True)):
+    for committed, is_drained in ((19, False), (20, True)):
         core = core_with(SPEC)
         outage(core)
         plan = core.trim_plan()
         assert plan is not None
         _, end = encode(plan.spill[ReducerIndex(2)], SpillEnd(), ShuffleIndex(-1), "none", 0)
         core.restart(plan.state, {ReducerIndex(2): ShuffleIndex(committed)})
-        assert core.is_served, "nothing is mapped again yet"
+        assert core.is_drained, "nothing is mapped again yet"
         core.forget_spill()
-        assert not core.is_served, "nobody knows"
+        assert not core.is_drained, "nobody knows"
         core.load_spill({ReducerIndex(2): Spill(end, 0, 0, 0)})
-        assert core.is_served == is_served
-        assert (core.spilling.trims() == {2: end.position}) == is_served
+        assert core.is_drained == is_drained
+        assert (core.spilling.trims() == {2: end.position}) == is_drained
 
 
 class TrimmedInput(PartitionReader):

@@ -402,7 +402,8 @@ class MapperCore:
     @property
     def is_drained(self) -> bool:
         """Whether no mapped row waits for its reducer any more, neither in the window nor in the spill."""
-        return len(self._window) == 0 and self.spilling.is_empty
+        spills = self.spilling.spills.values()
+        return not len(self._window) and self.spilling.is_known and all(spill.is_empty for spill in spills)
 
     @property
     def window_size(self) -> WindowSize:

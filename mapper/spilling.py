@@ -118,10 +118,6 @@ class Spilling:
 
     # what was spilled
 
-    @property
-    def is_empty(self) -> bool:
-        return self.is_known and all(spill.is_empty for spill in self.spills.values())
-
     def load(self, spills: Mapping[ReducerIndex, Spill], buckets: Sequence[Bucket]) -> None:
         """What the store holds, read at the same moment as the persisted state."""
         self.spills = dict(spills)

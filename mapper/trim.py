@@ -271,7 +271,7 @@ class Trimmer:
             return False
         assert self._spill is not None
         if not self._spill.trim(positions):
-            return  # The next round tries again: this may have been the last of the spill, and nothing comes after it.
+            return False  # A later round tries again: this may have been the last of the spill, and nothing follows it.
         with self._lock:
             self._core.spilling.trimmed(positions)
         for reducer in emptied:

@@ -193,7 +193,3 @@ def unknown_trim_of_the_spill_taken_for_done(patch: Any) -> None:
 
 def spill_never_trimmed(patch: Any) -> None:
     patch(_Spilling, "trims", lambda self: {})
-
-
-def mapper_that_a_bad_row_stopped_ends_before_its_spill_was_served(patch: Any) -> None:
-    patch(_Core, "is_drained", property(lambda self: self.window_size.entries == 0))

@@ -80,6 +80,8 @@ class Ingestion:
         self._metrics = metrics
         self._persisted = PersistedState(client, spec.processor, index)
         self._poisoned: UserCodeError | None = None
+        self._keeps_freed = False
+        """Whether what was freed since the last batch may not have been given back yet."""
         self.trim_mutex = threading.Lock()
         self.twin_seen = threading.Event()
         """Set by the trim when it finds another instance's state."""
@@ -152,7 +154,7 @@ class Ingestion:
         # 1
         if not self._shared.wait_for_room(FULL_WAIT_S):
             # The allocator keeps what was freed for the next batch. There is none now, and at the limit it counts.
-            pa.default_memory_pool().release_unused()
+            self._give_back()
             if not self._shared.wait_for_room(ROOM_WAIT_S):
                 self.observe()
                 return
@@ -160,11 +162,14 @@ class Ingestion:
         begin, token = self._core.next_input_index, self._core.token
         rows, token_after = self._read(begin)
         if rows.num_rows == 0:
+            if self._keeps_freed:
+                self._give_back()
             self.observe()
             if token_after != token:
                 with self._shared.lock:
                     self._core.skip_to(token_after)
             return
+        self._keeps_freed = True
         crash_points.reach("mapper.after_read")
         # 3
         began_s = time.perf_counter()
@@ -185,6 +190,11 @@ class Ingestion:
         self._metrics.input_bytes.inc(rows.nbytes)
         self._metrics.shuffle_rows.inc(mapped.rows_out)
         self._metrics.shuffle_bytes.inc(sum(part.rows.nbytes for part in mapped.parts))
+
+    def _give_back(self) -> None:
+        """To the system, what was freed. When there is nothing to read it is done once: rows come in bursts."""
+        pa.default_memory_pool().release_unused()
+        self._keeps_freed = False
 
     def _read(self, begin: InputIndex) -> tuple[pa.Table, Token]:
         end = begin + self._spec.mapper.batch_rows_max

@@ -43,9 +43,12 @@ if TYPE_CHECKING:
 ROOM_WAIT_S = 1.0
 """A full mapper looks this often whether it still is the only instance."""
 
-FULL_WAIT_S = 0.01
-"""A mapper that has been full for so long gives freed memory back. Doing so before each batch would cost as much as
-partitioning it: every page that is given back has to be made again."""
+FULL_WAIT_S = 0.015
+"""A mapper that has been full for so long gives freed memory back."""
+
+GIVE_BACK_S = 0.25
+"""But not more often than this: every page that is given back has to be made again, and to do so before each batch
+would cost as much as to partition it."""
 
 PIN_ATTEMPTS_MAX = 10
 """Of writing the first state. Only other instances that start at the same moment can make one fail."""
@@ -80,6 +83,9 @@ class Ingestion:
         self._metrics = metrics
         self._persisted = PersistedState(client, spec.processor, index)
         self._poisoned: UserCodeError | None = None
+        self._keeps_freed = False
+        """Whether what was freed since the last batch may not have been given back yet."""
+        self._gave_back_s = -GIVE_BACK_S
         self.trim_mutex = threading.Lock()
         self.twin_seen = threading.Event()
         """Set by the trim when it finds another instance's state."""
@@ -148,21 +154,21 @@ class Ingestion:
         if self.twin_seen.is_set():
             raise SplitBrain(f"mapper {self._index}: the trim found the state of another instance")
         # 1
-        if not self._shared.wait_for_room(FULL_WAIT_S):
-            # The allocator keeps what was freed for the next batch. There is none now, and at the limit it counts.
-            pa.default_memory_pool().release_unused()
-            if not self._shared.wait_for_room(ROOM_WAIT_S):
-                self.observe()
-                return
+        if not self._wait_for_room():
+            self.observe()
+            return
         # 2
         begin, token = self._core.next_input_index, self._core.token
         rows, token_after = self._read(begin)
         if rows.num_rows == 0:
+            if self._keeps_freed:
+                self._give_back()  # Once: rows come in bursts.
             self.observe()
             if token_after != token:
                 with self._shared.lock:
                     self._core.skip_to(token_after)
             return
+        self._keeps_freed = True
         crash_points.reach("mapper.after_read")
         # 3
         began_s = time.perf_counter()
@@ -183,6 +189,22 @@ class Ingestion:
         self._metrics.input_bytes.inc(rows.nbytes)
         self._metrics.shuffle_rows.inc(mapped.rows_out)
         self._metrics.shuffle_bytes.inc(sum(part.rows.nbytes for part in mapped.parts))
+
+    def _wait_for_room(self) -> bool:
+        """Whether there is room in the window, soon. The allocator keeps what was freed for the next batch: while there
+        is none, and at the limit, that memory counts."""
+        if self._shared.wait_for_room(FULL_WAIT_S):
+            return True
+        rest_s = self._gave_back_s + GIVE_BACK_S - time.monotonic()
+        if rest_s > 0 and self._shared.wait_for_room(rest_s):
+            return True
+        self._give_back()
+        return self._shared.wait_for_room(ROOM_WAIT_S)
+
+    def _give_back(self) -> None:
+        pa.default_memory_pool().release_unused()
+        self._gave_back_s = time.monotonic()
+        self._keeps_freed = False
 
     def _read(self, begin: InputIndex) -> tuple[pa.Table, Token]:
         end = begin + self._spec.mapper.batch_rows_max

@@ -34,12 +34,9 @@ def _environment() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _started_early(request: pytest.FixtureRequest, _environment: None) -> None:
-    """Programs of their own that some tests are about take half a minute to start, and one core. They start at once,
-    beside the tests before theirs."""
-    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    for name in ("killed_drivers", "pipeline"):
-        if name in wanted:
-            request.getfixturevalue(name)
+    """The pipeline takes a minute. It starts at once, beside the tests before its own."""
+    if any("pipeline" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        request.getfixturevalue("pipeline")
 
 
 @pytest.fixture(scope="session")
@@ -49,9 +46,18 @@ def killed_drivers(system: LocalSystem, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="session")
-def pipeline(_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PipelineRun]:
-    with PipelineRun(tmp_path_factory.mktemp("pipeline")) as started:
-        yield started
+def pipeline(_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of the one run of the pipeline, whichever of pytest's processes has started it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "pipeline"
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        yield folder
+        return
+    with PipelineRun(folder):
+        yield folder
+        PipelineRun.result(folder)  # Another process of pytest may still wait for it.
 
 
 def _free_port() -> int:

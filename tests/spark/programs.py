@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -57,8 +58,25 @@ class Program:
 
 
 class PipelineRun(Program):
+    """The pipeline, run once whoever asks: pytest's processes have the folder in common, and the first of them runs it.
+
+    The exit code is left in a file, for those whose child it is not.
+    """
+
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, "-m", "examples.spark_pipeline", "--rows", "20000", "--seed", "5", TMPDIR=str(folder))
+        leave_code = "import subprocess, sys; print(subprocess.call(sys.argv[2:]), file=open(sys.argv[1], 'w'))"
+        command = [sys.executable, "-m", "examples.spark_pipeline", "--rows", "20000", "--seed", "5"]
+        super().__init__(folder, "-c", leave_code, str(folder / "code"), *command, TMPDIR=str(folder))
+
+    @staticmethod
+    def result(folder: Path) -> tuple[int, str]:
+        """What came of it, whoever ran it: its exit code, and what it said."""
+        deadline_s = time.monotonic() + WAIT_S
+        code = folder / "code"
+        while not (code.exists() and code.read_text().endswith("\n")):
+            assert time.monotonic() < deadline_s, (folder / "log").read_text()[-3000:]
+            time.sleep(0.1)
+        return int(code.read_text()), (folder / "log").read_text()
 
 
 class KilledDrivers:

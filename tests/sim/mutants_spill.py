@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from mapper.core import MapperCore as _Core
+from mapper.serve import SharedCore as _Shared
 from mapper.spill import Spill as _Spill
 from mapper.spill import SpillAnswer as _Answer
 from mapper.spill_store import SpillStore as _Store
@@ -80,8 +81,15 @@ def spill_forgotten_by_a_restart(patch: Any) -> None:
 
 
 def stopped_before_the_spill_was_fetched(patch: Any) -> None:
-    """A mapper that stops at a bad row waits for its window only, as it once did."""
+    """As it once was: a mapper that stops at a bad row waits for its window only, and tells nobody of its spill."""
+
+    def restart(self: Any, persisted: Any, committed: Any, spills: Any) -> None:
+        with self.lock:
+            self.core.restart(persisted, committed)
+            self.core.load_spill(spills)
+
     patch(_Core, "is_drained", property(lambda self: not len(self._window)))
+    patch(_Shared, "restart", restart)
 
 
 def bucket_served_before_the_spill(patch: Any) -> None:

@@ -6,7 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from shuffle.footprint import keep_small
+from shuffle.footprint import keep_freed, keep_small
+
+SPARE_BYTES = 64 << 20
+"""A few batches, read and partitioned."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--index", type=int, required=True, help="which mapper: the partition of the input, from 0")
     parser.add_argument("--listen", metavar="HOST:PORT", help="where to serve reducers (default: as the spec says)")
     options = parser.parse_args(arguments)
+    keep_freed(SPARE_BYTES)
     keep_small()
 
     from mapper.daemon import run

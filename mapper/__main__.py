@@ -6,7 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from shuffle.footprint import keep_small, share_freed
+from shuffle.footprint import keep_freed, keep_small, share_freed
+
+SPARE_BYTES_MAX = 64 << 20
+"""A few batches, read and partitioned: what was freed is kept for them, up to this and to half of the memory limit."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spec = load_spec(options.spec)
     except ShuffleError as error:
         return report(error)
+    keep_freed(min(SPARE_BYTES_MAX, spec.mapper.memory_bytes // 2))
     return run(spec, options.index, listen=options.listen)
 
 

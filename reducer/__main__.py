@@ -8,9 +8,9 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from shuffle.footprint import keep_received, keep_small
+from shuffle.footprint import keep_freed, keep_small, share_freed
 
-RECEIVED_BYTES_SPARE = 64 << 20
+SPARE_BYTES = 64 << 20
 """As much as one batch for ``reduce`` may have, by default."""
 
 
@@ -19,8 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("spec", metavar="SPEC", help="the processor's spec, a YAML file")
     parser.add_argument("--index", type=int, required=True, metavar="I", help="which reducer, counted from 0")
     options = parser.parse_args(arguments)
+    share_freed()
+    keep_freed(SPARE_BYTES)
     keep_small()
-    keep_received(RECEIVED_BYTES_SPARE)
 
     from reducer.daemon import run
     from shuffle.cli import report

@@ -209,6 +209,14 @@ class ReducerCore:
     # -- reduce -------------------------------------------------------------------------------------------------------
 
     @property
+    def has_enough(self) -> bool:
+        """Whether it is no use to wait for more rows: there are many, or they cannot come, or must not come first."""
+        many = (
+            2 * self.queued_bytes >= self.limits.batch_bytes_max or 2 * self.queued_rows >= self.limits.batch_rows_max
+        )
+        return many or bool(self._to_take) or max(self._queued_bytes, default=0) >= self._share_bytes
+
+    @property
     def in_flight(self) -> tuple[Work, ...]:
         return tuple(self._in_flight)
 

@@ -6,6 +6,7 @@ Nothing here decides anything; the decisions are the core's. Every wait ends whe
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -14,11 +15,25 @@ import pyarrow as pa
 from reducer.core import FetchPlan, ReducerCore, Settled, Work
 from reducer.state import ReducerState
 from shuffle.ids import MapperIndex, ShuffleIndex
+from shuffle.limits import MIB
 
 T = TypeVar("T")
 
 _WAIT_S = 1.0
 """How long one wait lasts before its condition is looked at again, should a wake-up ever be missed."""
+
+GATHER_BYTES_PER_S = 16 * MIB
+"""A reducer that takes in as much as this lets rows add up before it reduces them: each commit writes a page at least,
+and every key that it touches once, so fewer and larger ones leave more of the machine to the rows."""
+
+GATHER_BYTES_MIN = 1 * MIB
+"""Behind a work smaller than this, nothing is ever waited for: that is where latency counts."""
+
+GATHER_S_MAX = 0.1
+"""How long rows may be left to add up, at that rate."""
+
+GATHER_IDLE_S = 0.04
+"""Nothing came for so long: there may be no more."""
 
 
 class Pipeline:
@@ -26,6 +41,11 @@ class Pipeline:
         self._core = core
         self._changed = threading.Condition()
         self._stopping = threading.Event()
+        self._answers_empty = 0
+        self._taken_s = time.monotonic()
+        """When the last work was taken."""
+        self._taken_bytes = 0
+        """And how much it had."""
         self.failure: BaseException | None = None
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -63,8 +83,10 @@ class Pipeline:
         """The rows that were queued: none if the answer came too late for its epoch."""
         with self._changed:
             rows = self._core.fetched(plan, batches)
-            if rows:
-                self._changed.notify_all()
+            if not rows:
+                self._answers_empty += 1
+            # Nothing is news, too, to a reducer that lets rows add up: a mapper without room answers so.
+            self._changed.notify_all()
             return rows
 
     def committed_row_index(self, mapper_index: MapperIndex) -> ShuffleIndex:
@@ -75,8 +97,26 @@ class Pipeline:
 
     def next_work(self) -> Work | None:
         """The next work to reduce; None when stopped."""
+        self._gather()
         # Not taken once stopping, even if there is some: it would be work that nobody waits for.
-        return self._wait(lambda: None if self.stopping else self._core.take(), lambda: self.stopping)
+        work = self._wait(lambda: None if self.stopping else self._core.take(), lambda: self.stopping)
+        self._taken_s, self._taken_bytes = time.monotonic(), 0 if work is None else work.size_bytes
+        return work
+
+    def _gather(self) -> None:
+        """Under load, lets rows add up for a moment: until there are many, or a mapper has none or no room for more."""
+        with self._changed:
+            now_s = time.monotonic()
+            if self._taken_bytes <= max(GATHER_BYTES_MIN, GATHER_BYTES_PER_S * (now_s - self._taken_s)):
+                return
+            end_s, empty_before, seen_bytes = now_s + GATHER_S_MAX, self._answers_empty, -1
+            while now_s < end_s and not self.stopping and self._answers_empty == empty_before:
+                queued_bytes = self._core.queued_bytes
+                if queued_bytes == seen_bytes or self._core.has_enough:
+                    return
+                seen_bytes = queued_bytes
+                self._changed.wait(min(GATHER_IDLE_S, end_s - now_s))
+                now_s = time.monotonic()
 
     def is_current(self, work: Work) -> bool:
         with self._changed:

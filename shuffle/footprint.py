@@ -26,19 +26,22 @@ def keep_small() -> None:
 def share_freed() -> None:
     """Memory that one thread has freed serves any other, and is given back whole. To be called before Arrow is used.
 
-    A mapper's rows are made by the thread that maps, copied by those that serve, and freed by whoever hears of their
-    commit. An allocator with a pool for each thread, as Arrow's own is, or as the C library's is unless told otherwise,
-    keeps several times the memory limit that way. The pieces are large and few, so threads do not wait for each other.
+    A worker's rows are received by one thread or made by the one that maps, copied by those that serve, and freed by
+    whoever hears of their commit. An allocator with a pool for each thread, as Arrow's own is, or as the C library's is
+    unless told otherwise, keeps several times the memory limit that way. The pieces are large and few, so threads do
+    not wait for each other.
     """
     if _mallopt(_M_ARENA_MAX, 1):
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 
-def keep_received(spare_bytes: int) -> None:
+def keep_freed(spare_bytes: int) -> None:
     """Up to ``spare_bytes`` that were freed stay with this process, for the rows that come next.
 
-    gRPC puts every message that it receives into memory from malloc, which gives such large pieces back to the system
-    as soon as they are free. Getting them again, page by page, is a good part of what receiving rows costs.
+    What a worker holds comes and goes by the batch, and an allocator that gives such large pieces back to the system as
+    soon as they are free has to get them again page by page: that was a third of the time of partitioning rows, and a
+    good part of receiving them. gRPC takes its memory from malloc, as numpy does and Arrow after ``share_freed``. A
+    mapper that is full still gives everything back (``mapper/ingest``).
     """
     if _mallopt(_M_TRIM_THRESHOLD, spare_bytes):
         # Named, or the first call would have fixed it at 128 KiB; more than this malloc does not accept.

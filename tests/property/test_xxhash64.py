@@ -74,7 +74,7 @@ def test_columns_are_chained_whatever_the_layout(rows: list[tuple[Any, ...]], la
     assert xxhash64(arrays).tolist() == chained(octets)
 
 
-@pytest.mark.parametrize("distinct", [3, 60, 20_000])
+@pytest.mark.parametrize("distinct", [3, 60, 2_000, 20_000])
 def test_repeated_and_distinct_values_hash_alike(distinct: int) -> None:
     """Enough rows to choose between hashing distinct combinations and hashing rows."""
     generator = np.random.default_rng(distinct)

@@ -1,6 +1,7 @@
 """A ``ReducerCore`` shared by the fetchers and the thread that reduces and commits: one lock, and who waits for what.
 
-Nothing here decides anything; the decisions are the core's. Every wait ends when the pipeline is stopped.
+The decisions are the core's, but for one that needs a clock: how long rows may add up before they are reduced. Every
+wait ends when the pipeline is stopped.
 """
 
 from __future__ import annotations

@@ -43,12 +43,9 @@ if TYPE_CHECKING:
 ROOM_WAIT_S = 1.0
 """A full mapper looks this often whether it still is the only instance."""
 
-FULL_WAIT_S = 0.015
-"""A mapper that has been full for so long gives freed memory back."""
-
-GIVE_BACK_S = 0.25
-"""But not more often than this: every page that is given back has to be made again, and to do so before each batch
-would cost as much as to partition it."""
+FULL_WAIT_S = 0.004
+"""A mapper that has been full for so long gives freed memory back. Not sooner: every page that is given back has to be
+made again, and a mapper that goes on at once would pay for that with each batch."""
 
 PIN_ATTEMPTS_MAX = 10
 """Of writing the first state. Only other instances that start at the same moment can make one fail."""
@@ -85,7 +82,6 @@ class Ingestion:
         self._poisoned: UserCodeError | None = None
         self._keeps_freed = False
         """Whether what was freed since the last batch may not have been given back yet."""
-        self._gave_back_s = -GIVE_BACK_S
         self.trim_mutex = threading.Lock()
         self.twin_seen = threading.Event()
         """Set by the trim when it finds another instance's state."""
@@ -195,15 +191,11 @@ class Ingestion:
         is none, and at the limit, that memory counts."""
         if self._shared.wait_for_room(FULL_WAIT_S):
             return True
-        rest_s = self._gave_back_s + GIVE_BACK_S - time.monotonic()
-        if rest_s > 0 and self._shared.wait_for_room(rest_s):
-            return True
         self._give_back()
         return self._shared.wait_for_room(ROOM_WAIT_S)
 
     def _give_back(self) -> None:
         pa.default_memory_pool().release_unused()
-        self._gave_back_s = time.monotonic()
         self._keeps_freed = False
 
     def _read(self, begin: InputIndex) -> tuple[pa.Table, Token]:

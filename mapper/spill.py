@@ -243,11 +243,12 @@ def _joined(parts: list[SpillPart]) -> SpillPart:
     )
 
 
-def _stream(rows: pa.RecordBatch, options: pa.ipc.IpcWriteOptions) -> memoryview:
+def _stream(rows: pa.RecordBatch, options: pa.ipc.IpcWriteOptions) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema, options=options) as writer:
         writer.write_batch(rows)
-    return memoryview(sink.getvalue())
+    # A copy, since Arrow never lets go of a memoryview that an array was made of.
+    return bytes(sink.getvalue())
 
 
 def _steps(indexes: Indexes) -> bytes:

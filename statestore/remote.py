@@ -30,7 +30,7 @@ from statestore.sessions import SESSION_TTL_MS_DEFAULT
 from statestore.sockets import Place, SocketPool
 from statestore.store import Moment, QueueRead
 from statestore.streams import Answer, NothingSent, StreamPool
-from statestore.wire import Header, Rows, encode_commit, pack_sections, rows_of
+from statestore.wire import Header, Rows, as_values, encode_commit, pack_sections, rows_of
 
 T = TypeVar("T")
 
@@ -263,8 +263,8 @@ class RemoteStore:
         return Committed(answer["version"], tuple((begin, end) for begin, end in answer["appended"]))
 
     def stage(self, queue_id: int, payloads: Sequence[pa.Buffer], ttl_ms: int) -> str:
-        values = pa.array([memoryview(payload) for payload in payloads], pa.binary())
-        answer, _ = self._ask({"op": "stage", "queue": queue_id, "ttl_ms": ttl_ms}, rows_of(None, values))
+        rows = rows_of(None, as_values(payloads))
+        answer, _ = self._ask({"op": "stage", "queue": queue_id, "ttl_ms": ttl_ms}, rows)
         return str(answer["staged"])
 
     def discard(self, staged_id: str) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -97,24 +97,26 @@ def check_frame(batch: pa.RecordBatch) -> None:
         raise TooLarge(f"a frame of {size_bytes} bytes, more than {TRANSACTION_BYTES_MAX}", bytes=size_bytes)
 
 
-# --- buffers as binary values, without copies ---
+# --- buffers as binary values ---
 
 
 def as_value(data: pa.Buffer) -> pa.Array:
-    """A binary array of one value, ``data``."""
-    return side_by_side([data])
+    """A binary array of one value, ``data``, which is not copied."""
+    return pa.Array.from_buffers(pa.binary(), 1, [None, pa.py_buffer(np.array([0, data.size], np.int32)), data])
 
 
-def side_by_side(pieces: Sequence[pa.Buffer]) -> pa.Array:
-    """A binary array over slices of one buffer that follow each other without a gap."""
-    ends = list(accumulate((piece.size for piece in pieces), initial=0))
-    assert pieces[-1].address + pieces[-1].size == pieces[0].address + ends[-1]
-    data = pieces[0] if len(pieces) == 1 else pa.foreign_buffer(pieces[0].address, ends[-1], base=pieces)
-    return pa.Array.from_buffers(pa.binary(), len(pieces), [None, pa.py_buffer(np.array(ends, np.int32)), data])
+def as_values(pieces: Sequence[pa.Buffer]) -> pa.Array:
+    """A binary array of these, copied if they are several.
+
+    Not ``pa.array`` of memoryviews: Arrow never lets go of those, nor they of their buffers.
+    """
+    if not pieces:
+        return pa.array([], pa.binary())
+    return as_value(pieces[0]) if len(pieces) == 1 else pa.concat_arrays([as_value(piece) for piece in pieces])
 
 
 def as_buffers(values: Binary) -> list[pa.Buffer]:
-    """The values of a binary array as slices of its buffer."""
+    """The values of a binary array as slices of its buffer, without copies."""
     if isinstance(values, list):
         return [pa.py_buffer(value) for value in values]
     _, offsets_buffer, data = values.buffers()

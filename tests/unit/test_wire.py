@@ -22,6 +22,7 @@ from statestore.wire import (
     Rows,
     as_buffers,
     as_value,
+    as_values,
     check_frame,
     decode_commit,
     decode_header,
@@ -30,7 +31,6 @@ from statestore.wire import (
     frame,
     pack_sections,
     rows_in,
-    side_by_side,
     unpack_sections,
 )
 
@@ -151,14 +151,24 @@ def test_slices_are_sent_as_what_they_show() -> None:
     assert [bytes(part) for part in as_buffers(whole[1:3])] == [b"yes", b"also"]
 
 
-def test_buffers_are_values_without_a_copy() -> None:
+def test_buffers_are_values() -> None:
     data = pa.py_buffer(b"abcdef")
-    values = side_by_side([data.slice(0, 1), data.slice(1, 2), data.slice(3, 3)])
-    assert values.to_pylist() == [b"a", b"bc", b"def"]
-    assert values.buffers()[2].address == data.address
-    assert [bytes(part) for part in as_buffers(values)] == [b"a", b"bc", b"def"]
     assert as_value(data).to_pylist() == [b"abcdef"]
+    assert as_value(data).buffers()[2].address == data.address, "it is not copied"
+    values = as_values([data.slice(0, 1), data.slice(1, 2), data.slice(3, 3)])
+    assert values.to_pylist() == [b"a", b"bc", b"def"]
+    assert [bytes(part) for part in as_buffers(values)] == [b"a", b"bc", b"def"]
+    assert as_values([]).to_pylist() == []
     assert as_buffers(binary()) == []
+
+
+def test_buffers_that_were_values_are_let_go() -> None:
+    before = pa.total_allocated_bytes()
+    for count in (1, 2):
+        values = as_values([pa.allocate_buffer(1 << 20) for _ in range(count)])
+        assert len(values) == count
+    del values
+    assert pa.total_allocated_bytes() < before + (1 << 20)
 
 
 @pytest.mark.parametrize("data", [None, b"", b"{", b"[]", b"7", b"\xff"])

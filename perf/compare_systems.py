@@ -184,7 +184,8 @@ class Spark(Base):
         return run
 
     def _asked_for(self, job: str) -> tuple[Run, dict[str, Any]]:
-        with Meter(lambda: [self.peer.pid]) as meter:
+        pid = self.peer.pid  # Started here: a peer ends with the thread that has started it, and the meter's ends soon.
+        with Meter(lambda: [pid]) as meter:
             reply, started_s = self._ask(job=job, parquet=str(self._input.parquet), files_per_batch=FILES_PER_BATCH)
             meter.stop_counting_bytes()
         return self._measured(meter, reply, started_s, "Spark"), reply

@@ -35,6 +35,8 @@ class Bucket:
         """The highest index the reducer has told. After a restart it may be ahead of what has been mapped again."""
         self.dropped = NOTHING_COMMITTED
         """The shuffle index of the last row dropped from here: nothing up to it can be served any more."""
+        self.given_up = NOTHING_COMMITTED
+        """The shuffle index of the last row that was given up: in the spill or, if it is not there, committed."""
         self.rows = 0
 
     def __len__(self) -> int:
@@ -81,6 +83,7 @@ class Bucket:
         """Drop the parts before ``shuffle_end``: their rows are in the spill now, and are served from there."""
         while self._parts and self._parts[0].last_row_index < shuffle_end:
             part = self._parts.popleft()
+            self.given_up = part.last_row_index
             self.rows -= window.commit(part, part.last_row_index)
             part.entry.pointer_count -= 1
             if self._parts:

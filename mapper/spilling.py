@@ -122,9 +122,15 @@ class Spilling:
         """What the store holds, read at the same moment as the persisted state."""
         self.spills = dict(spills)
         self.is_known = True
-        for reducer, spill in self.spills.items():
-            # What was dropped was committed, too: after a restart it is all that is known of a reducer.
-            spill.commit(max(buckets[reducer].committed, buckets[reducer].dropped))
+        for bucket in buckets:
+            spill = self.spills.get(bucket.reducer_index)
+            if spill is None or spill.is_empty or bucket.given_up > spill.end.last_row_index:
+                # This instance gave rows up to the spill that are not there: another one, which came to the very same
+                # state, had them committed.
+                bucket.dropped = max(bucket.dropped, bucket.given_up)
+            if spill is not None:
+                # What was dropped was committed, too: after a restart it is all that is known of a reducer.
+                spill.commit(max(bucket.committed, bucket.dropped))
 
     def record(self, ends: Mapping[ReducerIndex, SpillEnd]) -> None:
         """The store has taken more rows, which end there."""

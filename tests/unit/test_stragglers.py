@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pytest
 
 from mapper.core import MappedBatch, MapperCore
 from mapper.mapping import cut
@@ -17,6 +18,7 @@ from mapper.state import MAPPERS_KEY, MAPPERS_VALUE, mappers_table
 from mapper.stragglers import STANDING_AGES, Stragglers
 from mapper.trim import LOOK_S, Trimmer
 from shuffle.config import SpillSpec
+from shuffle.errors import RowsGone
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.messages import GetRows
 from statestore import StateClient
@@ -178,6 +180,21 @@ def test_restart_knows_what_of_the_spill_was_committed() -> None:
         core.load_spill({ReducerIndex(2): Spill(end, 0, 0, 0)})
         assert core.is_drained == is_drained
         assert (core.spilling.trims() == {2: end.position}) == is_drained
+
+
+@pytest.mark.parametrize("was_spilled", [False, True])
+def test_rows_that_another_instance_had_committed_are_not_left_out(was_spilled: bool) -> None:
+    """Both instances came to the same state: this one meant to spill the rows, the other one had them committed."""
+    core = core_with(SPEC)
+    outage(core)
+    plan = core.trim_plan()
+    assert plan is not None
+    _, end = encode(plan.spill[ReducerIndex(2)], SpillEnd(), ShuffleIndex(-1), "none", 0)
+    core.observe(plan.state)
+    core.load_spill({ReducerIndex(2): Spill(end, end.position, end.rows, end.nbytes)} if was_spilled else {})
+    with pytest.raises(RowsGone):
+        fetch(core, 2, committed=2)
+    assert fetch(core, 2, committed=20) == 23, "who knows of the commit goes on"
 
 
 class TrimmedInput(PartitionReader):

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from shuffle.api import PartitionedRowset
 from shuffle.errors import BadInput, SchemaMismatch, TooLarge
 from shuffle.ids import ReducerIndex
+from shuffle.key_memo import KeyMemo, memorable
 from shuffle.limits import KEY_GROUPS_DEFAULT
 from shuffle.xxhash64 import hashable, xxhash64
 
@@ -40,14 +41,33 @@ Indexes = np.ndarray[Any, np.dtype[Any]]
 def key_groups(rows: pa.Table, by: Sequence[str], max_parallelism: int = KEY_GROUPS_DEFAULT) -> Indexes:
     """The key group of each row: ``pmod(xxhash64(by…), max_parallelism)``, as int64."""
     _check_max_parallelism(max_parallelism)
-    keys = _key_columns(rows, by)
-    if keys.num_rows < _CHUNK_ROWS_MIN * max(column.num_chunks for column in keys.columns):
-        keys = keys.combine_chunks()
-    parts = [xxhash64(batch.columns) for batch in keys.to_batches()]
-    hashes = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
+    hashes, codes = _hashes(_key_columns(rows, by))
+    groups = _groups_of(hashes, max_parallelism)
+    return groups if codes is None else groups.take(codes)
+
+
+def _groups_of(hashes: Indexes, max_parallelism: int) -> Indexes:
     if max_parallelism & (max_parallelism - 1) == 0:
         return hashes & np.int64(max_parallelism - 1)
     return hashes % np.int64(max_parallelism)
+
+
+def _hashes(keys: pa.Table) -> tuple[Indexes, Indexes | None]:
+    """Hashes of the keys, and for each row which of them is its own; ``None``: there is one for each row."""
+    if keys.num_rows < _CHUNK_ROWS_MIN * max(column.num_chunks for column in keys.columns):
+        keys = keys.combine_chunks()
+    batches = keys.to_batches()
+    if len(batches) == 1:
+        memo = _memo_of(keys.schema)
+        found = None if memo is None else memo.find(batches[0].columns)
+        return found or (xxhash64(batches[0].columns), None)
+    return np.concatenate([np.empty(0, np.int64), *(xxhash64(batch.columns) for batch in batches)]), None
+
+
+@lru_cache(maxsize=16)
+def _memo_of(keys: pa.Schema) -> KeyMemo | None:
+    """What is remembered of these key columns; a worker has one list of them."""
+    return KeyMemo() if all(memorable(field.type) for field in keys) else None
 
 
 def reducer_of_key_group(key_group: int, reducers: int, max_parallelism: int = KEY_GROUPS_DEFAULT) -> ReducerIndex:
@@ -70,8 +90,9 @@ def hash_partition(
 ) -> PartitionedRowset:
     """Sends each row to the reducer that owns the key group of its columns ``by``; a null is a value like any other."""
     _check_reducers(reducers, max_parallelism)
-    groups = key_groups(rows, by, max_parallelism)
-    return PartitionedRowset(rows, _reducers_by_key_group(reducers, max_parallelism).take(groups))
+    hashes, codes = _hashes(_key_columns(rows, by))
+    owners = _reducers_by_key_group(reducers, max_parallelism).take(_groups_of(hashes, max_parallelism))
+    return PartitionedRowset(rows, owners if codes is None else owners.take(codes))
 
 
 def split_by_partition(
@@ -82,36 +103,41 @@ def split_by_partition(
     The order of the rows is kept. No two batches share memory, so dropping one bucket's batch frees it, whoever still
     holds the others.
     """
-    order, counts = _order_by_partition(partition_indexes, rows, reducers)
+    narrow = _checked_indexes(partition_indexes, rows, reducers)
     batch = _one_batch(rows)
+    if reducers <= _DIRECT_BUCKETS_MAX:
+        return [_part(batch, np.flatnonzero(narrow == reducer).astype(np.uint32)) for reducer in range(reducers)]
+    # numpy sorts 8 and 16 bits by radix, about six times as fast as wider integers.
+    order = np.argsort(narrow, kind="stable").astype(np.uint32)
+    counts = np.bincount(narrow, minlength=reducers)
     ends = np.cumsum(counts)
     used = np.flatnonzero(counts)
-    bounds = [(int(reducer), int(ends[reducer] - counts[reducer]), int(ends[reducer])) for reducer in used]
-    nothing = np.empty(0, np.uint32)
-    parts: list[tuple[pa.RecordBatch | None, Indexes]] = [(None, nothing) for _ in range(reducers)]
-    if len(bounds) == 1:
-        parts[bounds[0][0]] = (batch, order)
+    parts: list[tuple[pa.RecordBatch | None, Indexes]] = [(None, order[:0]) for _ in range(reducers)]
+    if len(used) == 1:
+        parts[used[0]] = (batch, order)
         return parts
-    taken = pa.array(order)
-    if len(bounds) <= _DIRECT_BUCKETS_MAX:
-        for reducer, begin, end in bounds:
-            parts[reducer] = (_gather(batch, taken.slice(begin, end - begin)), order[begin:end].copy())
-        return parts
-    gathered = _gather(batch, taken)
-    for reducer, begin, end in bounds:
+    gathered = _gather(batch, order)
+    for reducer in used:
+        begin, end = int(ends[reducer] - counts[reducer]), int(ends[reducer])
         # A slice would keep all of ``gathered`` alive; concat_arrays copies just its part.
         columns = [pa.concat_arrays([column.slice(begin, end - begin)]) for column in gathered.columns]
         parts[reducer] = (pa.RecordBatch.from_arrays(columns, schema=batch.schema), order[begin:end].copy())
     return parts
 
 
-def _gather(batch: pa.RecordBatch, positions: pa.Array) -> pa.RecordBatch:
-    # The positions are a permutation made here, so they need not be looked at again.
-    return pc.take(batch, positions, boundscheck=False)
+def _part(batch: pa.RecordBatch, positions: Indexes) -> tuple[pa.RecordBatch | None, Indexes]:
+    if not len(positions):
+        return None, positions
+    return (batch if len(positions) == batch.num_rows else _gather(batch, positions)), positions
 
 
-def _order_by_partition(partition_indexes: Indexes, rows: pa.Table, reducers: int) -> tuple[Indexes, Indexes]:
-    """The positions of the rows in the order of their reducers, and how many rows each reducer has."""
+def _gather(batch: pa.RecordBatch, positions: Indexes) -> pa.RecordBatch:
+    # The positions were made here, each of a row, so they need not be looked at again.
+    return pc.take(batch, pa.array(positions), boundscheck=False)
+
+
+def _checked_indexes(partition_indexes: Indexes, rows: pa.Table, reducers: int) -> Indexes:
+    """The indexes in as few bits as they fit."""
     _check_reducers(reducers, KEY_GROUPS_MAX)
     if len(partition_indexes) != rows.num_rows:
         raise BadInput(f"{rows.num_rows} rows but {len(partition_indexes)} partition indexes")
@@ -123,10 +149,7 @@ def _order_by_partition(partition_indexes: Indexes, rows: pa.Table, reducers: in
             row=row,
             index=index,
         )
-    # numpy sorts 8 and 16 bits by radix, about six times as fast as wider integers.
-    narrow = partition_indexes.astype(np.uint8 if reducers <= 256 else np.uint16, copy=False)
-    order = np.argsort(narrow, kind="stable").astype(np.uint32)
-    return order, np.bincount(narrow, minlength=reducers)
+    return partition_indexes.astype(np.uint8 if reducers <= 256 else np.uint16, copy=False)
 
 
 def _one_batch(rows: pa.Table) -> pa.RecordBatch:

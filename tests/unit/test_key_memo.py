@@ -1,0 +1,104 @@
+"""Hashes that are found by value are those that would have been computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+from shuffle import key_memo
+from shuffle.key_memo import ROWS_MIN, KeyMemo, memorable
+from shuffle.partition import key_groups
+from shuffle.xxhash64 import xxhash64
+
+ROWS = 2 * ROWS_MIN
+
+
+def column(rng: np.random.Generator, kind: pa.DataType, distinct: int, rows: int = ROWS) -> pa.Array:
+    """Values of ``kind``, of which some are null; a slice, as columns often are."""
+    numbers = rng.integers(0, distinct, rows + 3)
+    if pa.types.is_string(kind) or pa.types.is_binary(kind):
+        values = pa.array([f"{'x' * (n % 40)}{n}" for n in numbers.tolist()]).cast(kind)
+    else:
+        values = pa.array(numbers % 100, pa.int64() if pa.types.is_timestamp(kind) else pa.int32()).cast(kind)
+    nulls = pa.array(numbers % 13 == 0)
+    return pc.if_else(nulls, pa.scalar(None, kind), values).slice(3)
+
+
+def found(memo: KeyMemo, columns: list[pa.Array]) -> Any:
+    answer = memo.find(columns)
+    return None if answer is None else answer[0].take(answer[1])
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [pa.string()],
+        [pa.string(), pa.string()],
+        [pa.int32(), pa.binary(), pa.uint8()],
+        [pa.timestamp("ms"), pa.date32()],
+    ],
+)
+def test_what_is_found_is_the_hash(kinds: list[pa.DataType]) -> None:
+    rng = np.random.default_rng(1)
+    memo = KeyMemo()
+    for distinct in (3, 10, 10, 12, 4):
+        columns = [column(rng, kind, distinct) for kind in kinds]
+        hashes = found(memo, columns)
+        assert hashes is not None
+        assert hashes.tolist() == xxhash64(columns).tolist()
+
+
+def test_values_of_earlier_batches_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(2)
+    memo = KeyMemo()
+    columns = [column(rng, pa.string(), 50), column(rng, pa.string(), 5)]
+    first = found(memo, columns)
+    assert first is not None
+    monkeypatch.setattr(key_memo, "xxhash64", lambda columns: pytest.fail("hashed again"))
+    again = found(memo, [each.take(pa.array(np.arange(ROWS)[::-1])) for each in columns])
+    assert again is not None
+    assert again.tolist() == first[::-1].tolist()
+
+
+def test_keys_that_do_not_repeat_are_left_alone_for_a_while() -> None:
+    rng = np.random.default_rng(3)
+    memo = KeyMemo()
+    many, few = column(rng, pa.string(), 10 * ROWS), column(rng, pa.string(), 10)
+    assert memo.find([many]) is None
+    assert memo.find([few]) is None, "it pauses"
+    for _ in range(key_memo._PAUSE_BATCHES):
+        memo.find([few])
+    assert memo.find([few]) is not None
+
+
+def test_more_combinations_than_rows_can_pay_for_are_forgotten() -> None:
+    rng = np.random.default_rng(4)
+    memo = KeyMemo()
+    assert memo.find([column(rng, pa.string(), 10), column(rng, pa.string(), 10)]) is not None
+    assert memo.find([column(rng, pa.string(), 10), column(rng, pa.string(), 2000)]) is None
+    assert memo._known is None
+
+
+def test_small_batches_neither_use_nor_change_it() -> None:
+    rng = np.random.default_rng(5)
+    memo = KeyMemo()
+    assert memo.find([column(rng, pa.string(), 10)]) is not None
+    assert memo.find([column(rng, pa.string(), 10, rows=ROWS_MIN - 1)]) is None
+    assert memo.find([column(rng, pa.string(), 10)]) is not None, "nor do they end it"
+
+
+def test_only_types_whose_values_are_their_bytes_are_looked_up() -> None:
+    kinds = [pa.float64(), pa.decimal128(10, 2), pa.list_(pa.string()), pa.dictionary(pa.int32(), pa.string())]
+    assert not any(memorable(kind) for kind in kinds)
+
+
+def test_key_groups_are_the_same_with_and_without_it() -> None:
+    rng = np.random.default_rng(6)
+    rows = pa.table({"user": column(rng, pa.string(), 300), "cluster": column(rng, pa.string(), 5)})
+    whole = key_groups(rows, ["user", "cluster"])
+    small = [key_groups(rows.slice(begin, 1000), ["user", "cluster"]) for begin in range(0, ROWS, 1000)]
+    assert whole.tolist() == np.concatenate(small).tolist()

@@ -205,6 +205,17 @@ def pieces_at(data: NumpyArray, starts: NumpyArray, ends: NumpyArray) -> pa.Arra
     return both.take(pa.array(np.arange(0, 2 * count, 2)))
 
 
+def in_order(keys: Binary, values: Binary) -> tuple[Binary, Binary]:
+    """The same pairs, in the order of their keys, equal ones as they came. A few stay as they are.
+
+    RocksDB takes up keys that follow each other in half the time: it finds the place of each near that of the last.
+    """
+    if isinstance(keys, list):
+        return keys, values
+    order = pc.array_sort_indices(keys)
+    return keys.take(order), arrayed(values).take(order)
+
+
 def join(parts: list[Any]) -> pa.Array:
     """Row by row, the parts (binary arrays or scalars) one after the other; a null counts as nothing."""
     if len(parts) == 1:

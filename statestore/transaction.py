@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from shuffle.errors import BadInput, TooLarge, UnknownTable
 from shuffle.limits import MIB, TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
-from statestore.buffers import Binary, bytes_of, listed, no_values
+from statestore.buffers import Binary, bytes_of, in_order, listed, no_values
 from statestore.request import Append, CommitRequest, Committed, Expect, Publish, Reads, TableWrite, Trim
 from statestore.scanning import Chunk, overlaid, scan_chunks, split_ranges
 from statestore.store import Moment, Store
@@ -220,7 +220,7 @@ class Transaction(_Reads):
         self._check_open()
         found = self._client.table_handle(table)
         self._tables[found.table_id] = found
-        self._add(TableWrite(found.table_id, *found.encode_rows(rows)), table)
+        self._add(TableWrite(found.table_id, *in_order(*found.encode_rows(rows))), table)
 
     def delete(self, table: str, keys: pa.Table | pa.RecordBatch) -> None:
         """Delete the rows with these keys; keys that are not there are no mistake."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 MAPPERS = 450
 REDUCERS = 10
 INPUT_BYTES_PER_S = 3.5e9
-COMMIT_ROWS_MAX = 500_000
+COMMIT_ROWS_MAX = 2_000_000
 """Rows of one reduce, by default: under such a load every commit is full."""
 LONG_POLL_S = 0.5
 """A mapper holds a request without rows for so long."""

@@ -39,13 +39,13 @@ from statestore import StateClient, Transaction
 
 MAPPERS = 2
 REDUCERS = 2
-ROWS_DEFAULT = 8_000_000
+ROWS_DEFAULT = 24_000_000
 BATCH_ROWS = 100_000
 READ_ROWS = 200_000
 READ_BYTES = 32 * MIB
 """What a mapper reads at once when it is behind, as it is here all the time. Twice the default: a commit takes what was
 mapped meanwhile, so larger reads mean fewer commits, and each commit writes at least one page."""
-POLL_S = 0.05
+POLL_S = 0.1
 """Between two looks at the positions. Each look is a call to the store, which has the same two cores as the rows."""
 RUN_TIMEOUT_S = 300.0
 MB = 1_000_000

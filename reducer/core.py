@@ -56,6 +56,8 @@ class Limits:
     batch_bytes_max: int
     queued_bytes_max: int
     """Fetched and not yet taken, over all mappers; each may exceed its share by one answer."""
+    enough_bytes: int | None = None
+    """Fetched, over all mappers: it is not worth waiting for more. By default half of ``batch_bytes_max``."""
     pipeline_depth: int = 1
     """Works in flight. With 1, reduce and commit take turns, while fetching always runs ahead."""
 
@@ -211,9 +213,9 @@ class ReducerCore:
     @property
     def has_enough(self) -> bool:
         """Whether it is no use to wait for more rows: there are many, or they cannot come, or must not come first."""
-        many = (
-            2 * self.queued_bytes >= self.limits.batch_bytes_max or 2 * self.queued_rows >= self.limits.batch_rows_max
-        )
+        limits = self.limits
+        enough_bytes = limits.batch_bytes_max // 2 if limits.enough_bytes is None else limits.enough_bytes
+        many = self.queued_bytes >= enough_bytes or self.queued_rows >= limits.batch_rows_max // 2
         return many or bool(self._to_take) or max(self._queued_bytes, default=0) >= self._share_bytes
 
     @property

@@ -117,7 +117,7 @@ class ReducerDaemon:
         self._client = client
         self._mapper_count = mapper_count
         self._committer = Committer(client, spec.reducers_table, self.index, mapper_count)
-        self._core = ReducerCore(mapper_count, limits_of(spec))
+        self._core = ReducerCore(mapper_count, limits_of(spec, mapper_count))
         self._pipeline = Pipeline(self._core)
         self._known = KnownRows()
         self._retries = self._backoff()
@@ -340,8 +340,13 @@ class ReducerDaemon:
             self._pipeline.sleep(wait_s)
 
 
-def limits_of(spec: ProcessorSpec) -> Limits:
+WINDOWS_WAITING = 4
+"""Of a reducer's share of all windows, the part that it may let add up: a quarter."""
+
+
+def limits_of(spec: ProcessorSpec, mapper_count: int) -> Limits:
     reducer = spec.reducer
+    windows_bytes = mapper_count * spec.mapper.memory_bytes // reducer.count
     return Limits(
         fetch_rows_max=reducer.fetch_rows_max,
         fetch_bytes_max=reducer.fetch_bytes_max,
@@ -350,5 +355,7 @@ def limits_of(spec: ProcessorSpec) -> Limits:
         batch_bytes_max=reducer.batch_bytes_max,
         # One batch being made ready while another one is reduced.
         queued_bytes_max=2 * reducer.batch_bytes_max,
+        # What waits here stays in the mappers' windows, too, and a mapper without room stands still.
+        enough_bytes=min(reducer.batch_bytes_max // 2, windows_bytes // WINDOWS_WAITING),
         pipeline_depth=1,
     )

@@ -259,7 +259,7 @@ class ReduceTask:
         4. Tell the mappers, so that they can go on reading even if there is no next batch yet.
         """
         for _ in range(RESTARTS_MAX):
-            core = ReducerCore(len(self._ends), limits_of(self._spec))
+            core = ReducerCore(len(self._ends), limits_of(self._spec, len(self._ends)))
             core.restart(self._processor.store.patiently(lambda _: self._committer.read_state()))  # 1
             if self._emission is not None:
                 self._emission.begin()

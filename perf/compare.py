@@ -38,7 +38,7 @@ from perf.workload import Workload
 from perf.workload_files import Input, write_forms
 from shuffle.errors import ShuffleError
 
-ROWS_DEFAULT = 6_000_000
+ROWS_DEFAULT = 18_000_000
 BATCH_ROWS_DEFAULT = 1_000_000
 READ_ROWS = 100_000
 MINUTES_DEFAULT = 6.0

@@ -19,7 +19,7 @@ import numpy as np
 
 from perf import report
 
-PERIOD_S = 0.1
+PERIOD_S = 0.25
 
 
 def private_bytes(pid: int) -> int:

@@ -20,7 +20,7 @@ from shuffle import hash_partition
 from shuffle.errors import ShuffleError
 from statestore import StateClient
 
-POLL_S = 0.02
+POLL_S = 0.1
 RUN_TIMEOUT_S = 300.0
 
 

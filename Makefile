@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PACKAGES := $(patsubst %/__init__.py,%,$(wildcard $(addsuffix /__init__.py,\
 	shuffle mapper reducer statestore spark_connector pyspark_shuffle perf examples)))
 # Every benchmark: a module of perf/ with the arguments that all have. `make perf PERF=NAME` runs one.
-PERF ?= $(patsubst perf/%.py,%,$(shell grep -ls '= report\.parser(' perf/*.py))
+PERF ?= $(patsubst perf/%.py,%,$(shell grep -ls '= report\.parser\b' perf/*.py))
 # Two processes: most tests wait for another process, or use one core. Each has a Spark session of its own.
 PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 
@@ -58,7 +58,7 @@ test-long: $(STAMP) ## the long tests only
 
 perf: $(STAMP) ## every benchmark, results and pictures also in perf/results
 	@mkdir -p perf/results
-	$(WITH_JAVA) for name in $(PERF); do \
+	$(WITH_JAVA) for name in $(PERF); do echo "== $$(date +%T) perf.$$name"; \
 		$(BIN)/python -m perf.$$name --json perf/results/$$name.json || exit 1; done
 
 demo: $(STAMP) ## a small processor from beginning to end

@@ -25,7 +25,7 @@ from shuffle.logs import get_logger
 from shuffle.messages import BatchTail, GetRows
 from shuffle.metrics import ReducerMetrics
 
-ANSWER_S_MAX = 10.0
+ANSWER_S_MAX = 6.0
 """Time for an answer beyond the long poll that was asked for. A mapper that needs more is as good as gone."""
 
 LOCATE_S_MAX = 2.0

@@ -24,6 +24,7 @@ from shuffle.limits import (
     TRANSACTION_BYTES_MAX,
     TRANSACTION_ROWS_MAX,
     WAIT_MS_MAX,
+    WORKER_ANSWER_S_MAX,
 )
 
 if TYPE_CHECKING:
@@ -192,7 +193,9 @@ class ProcessorSpec:
         from statestore import StateClient
 
         folder = self.state_folder
-        return StateClient.connect(self.state) if folder is None else StateClient.open(os.fspath(folder))
+        if folder is None:
+            return StateClient.connect(self.state, timeout_s=WORKER_ANSWER_S_MAX)
+        return StateClient.open(os.fspath(folder))
 
 
 def relation_mistakes(spec: ProcessorSpec) -> list[tuple[str, str]]:

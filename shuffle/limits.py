@@ -30,6 +30,10 @@ TRANSACTION_APPENDS_MAX = 65_536
 ANSWER_HEADER_BYTES_MAX = 4 * MIB
 """The largest is that of a commit with as many appends as there may be: 42 bytes for each."""
 
+WORKER_ANSWER_S_MAX = 6.0
+"""How long a worker waits for an answer of its store, beyond any wait that it asks for, before it tries another
+connection: one that has fallen silent holds it up for so long. A store that is only slow is asked twice, and knows."""
+
 WAIT_MS_MAX = 60_000
 """The longest long poll. A client that wants more asks again."""
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from shuffle import flight
 from shuffle.errors import BadInput, CommitUnknown, Expired, ShuffleError, StoreUnavailable
-from shuffle.limits import WAIT_MS_MAX
+from shuffle.limits import MIB, WAIT_MS_MAX
 from statestore.buffers import Binary
 from statestore.control_client import ControlClient, StoreInfo
 from statestore.disk import map_range
@@ -36,6 +36,9 @@ T = TypeVar("T")
 
 TIMEOUT_S_DEFAULT = 30.0
 """How long a call waits for its answer, beyond any wait it asks for itself."""
+
+COMMIT_BYTES_PER_S = 8 * MIB
+"""A large commit may take longer: it is sent, written and synced at least this fast."""
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -255,7 +258,7 @@ class RemoteStore:
         if moment is not None:
             header |= {"session": self._session_id, "moment": moment.moment_id}
         try:
-            answer, _ = self._ask_once(header, rows, self._timeout_s)
+            answer, _ = self._ask_once(header, rows, self._timeout_s + request.size_bytes() / COMMIT_BYTES_PER_S)
         except NothingSent as error:
             raise StoreUnavailable(f"{error}: nothing was committed", address=self._address) from None
         except StoreUnavailable as error:

@@ -39,6 +39,8 @@ from statestore import StateClient
 MAPPERS = 2
 REDUCERS = 2
 ANSWER_TIMEOUT_S = 400.0
+READ_BATCHES = 2
+"""Batches of the input that a mapper of this project reads at once."""
 FILES_PER_BATCH = 2
 """Of a micro-batch of Spark: one for each core."""
 
@@ -123,7 +125,12 @@ class Ours(Base):
         return {
             "processor": name,
             "input": {"queue": name},
-            "mapper": {"class": mapper, "memory": "64MiB", "batch_rows_max": self._input.batch_rows},
+            "mapper": {
+                "class": mapper,
+                "memory": "128MiB",
+                "batch_rows_max": READ_BATCHES * self._input.batch_rows,
+                "batch_bytes_max": "32MiB",
+            },
             "reducer": {"class": reducer, "count": REDUCERS},
             "metrics": False,
         }

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from shuffle.xxhash64 import xxhash64
 
 ROWS_MIN = 8192
-"""In smaller batches there is little to find again, and looking up costs more than hashing."""
+"""Smaller batches are not for a memo: there is little to find again, and looking up costs more than hashing."""
 
 COMBINATIONS_MAX = 1 << 18
 """Of key values whose hashes are kept: 2 MiB of them."""
@@ -59,9 +59,8 @@ class KeyMemo:
         if self._pause:
             self._pause -= 1
             return None
-        combinations_max = min(len(columns[0]) // _ROWS_PER_COMBINATION, COMBINATIONS_MAX)
-        found = self._look_up(columns, combinations_max) if len(columns[0]) >= ROWS_MIN else None
-        if found is None and len(columns[0]) >= ROWS_MIN:
+        found = self._look_up(columns, min(len(columns[0]) // _ROWS_PER_COMBINATION, COMBINATIONS_MAX))
+        if found is None:
             self._known, self._pause = None, _PAUSE_BATCHES
         return found
 

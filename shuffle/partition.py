@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from shuffle.api import PartitionedRowset
 from shuffle.errors import BadInput, SchemaMismatch, TooLarge
 from shuffle.ids import ReducerIndex
-from shuffle.key_memo import KeyMemo, memorable
+from shuffle.key_memo import ROWS_MIN, KeyMemo, memorable
 from shuffle.limits import KEY_GROUPS_DEFAULT
 from shuffle.xxhash64 import hashable, xxhash64
 
@@ -57,11 +57,12 @@ def _hashes(keys: pa.Table) -> tuple[Indexes, Indexes | None]:
     if keys.num_rows < _CHUNK_ROWS_MIN * max(column.num_chunks for column in keys.columns):
         keys = keys.combine_chunks()
     batches = keys.to_batches()
-    if len(batches) == 1:
+    if len(batches) == 1 and keys.num_rows >= ROWS_MIN:
         memo = _memo_of(keys.schema)
         found = None if memo is None else memo.find(batches[0].columns)
         return found or (xxhash64(batches[0].columns), None)
-    return np.concatenate([np.empty(0, np.int64), *(xxhash64(batch.columns) for batch in batches)]), None
+    parts = [xxhash64(batch.columns) for batch in batches]
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts]), None
 
 
 @lru_cache(maxsize=16)

@@ -83,14 +83,6 @@ def test_more_combinations_than_rows_can_pay_for_are_forgotten() -> None:
     assert memo._known is None
 
 
-def test_small_batches_neither_use_nor_change_it() -> None:
-    rng = np.random.default_rng(5)
-    memo = KeyMemo()
-    assert memo.find([column(rng, pa.string(), 10)]) is not None
-    assert memo.find([column(rng, pa.string(), 10, rows=ROWS_MIN - 1)]) is None
-    assert memo.find([column(rng, pa.string(), 10)]) is not None, "nor do they end it"
-
-
 def test_only_types_whose_values_are_their_bytes_are_looked_up() -> None:
     kinds = [pa.float64(), pa.decimal128(10, 2), pa.list_(pa.string()), pa.dictionary(pa.int32(), pa.string())]
     assert not any(memorable(kind) for kind in kinds)

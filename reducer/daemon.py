@@ -58,9 +58,13 @@ STOP_S_MAX = 10.0
 LASTING = (MemoryError, CorruptData, FormatTooNew, StoreNotWritable, StoreLocked)
 """Not the fault of any row, but nothing that waiting would mend either: the worker ends with it."""
 
+WINDOWS_WAITING = 4
+"""Of a reducer's share of all windows, the part that it may let add up: a quarter."""
+
 _STOP_CHECK_S = 0.2
 
 T = TypeVar("T")
+
 _log = get_logger(__name__)
 
 
@@ -338,10 +342,6 @@ class ReducerDaemon:
         )
         if wait:
             self._pipeline.sleep(wait_s)
-
-
-WINDOWS_WAITING = 4
-"""Of a reducer's share of all windows, the part that it may let add up: a quarter."""
 
 
 def limits_of(spec: ProcessorSpec, mapper_count: int) -> Limits:

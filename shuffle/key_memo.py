@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shuffle.xxhash64 import xxhash64
+from shuffle.xxhash64 import repeats, xxhash64
 
 ROWS_MIN = 8192
 """Smaller batches are not for a memo: there is little to find again, and looking up costs more than hashing."""
@@ -27,10 +27,6 @@ COMBINATIONS_MAX = 1 << 18
 
 _ROWS_PER_COMBINATION = 4
 """A batch must have so many rows for each combination that is kept: each batch looks through all known values."""
-
-_SAMPLE_ROWS = 4096
-_SAMPLE_DISTINCT_MAX = 0.8
-"""Of 4096 rows out of 10,000 values, 82 % are distinct: past that, learning a column's values does not pay."""
 
 _PAUSE_BATCHES = 64
 """How many batches go by before a memo that did not pay is tried again."""
@@ -66,7 +62,7 @@ class KeyMemo:
 
     def _look_up(self, columns: list[pa.Array], combinations_max: int) -> tuple[Hashes, Codes] | None:
         known = self._known
-        if known is None and not all(_repeats(column) for column in columns):
+        if known is None and not all(repeats(column) for column in columns):
             return None
         before = [column.slice(0, 0) for column in columns] if known is None else known.values
         looked_up = [_codes(column, values) for column, values in zip(columns, before, strict=True)]
@@ -92,10 +88,6 @@ def memorable(kind: pa.DataType) -> bool:
         or types.is_timestamp(kind)
         or types.is_date32(kind)
     )
-
-
-def _repeats(column: pa.Array) -> bool:
-    return len(column.slice(0, _SAMPLE_ROWS).unique()) <= _SAMPLE_ROWS * _SAMPLE_DISTINCT_MAX
 
 
 def _codes(column: pa.Array, values: pa.Array) -> tuple[Codes, pa.Array]:

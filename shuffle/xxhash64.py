@@ -145,10 +145,15 @@ def _encode(column: pa.Array, distinct_max: int) -> pa.DictionaryArray | None:
     flat = pa.types.is_string(column.type) or pa.types.is_binary(column.type)
     if not flat or len(column) < 2 * _DICTIONARY_SAMPLE_ROWS:
         return None
-    distinct = len(column.slice(0, _DICTIONARY_SAMPLE_ROWS).unique())
-    if distinct > min(_DICTIONARY_SAMPLE_ROWS * _DICTIONARY_SAMPLE_DISTINCT_MAX, distinct_max):
+    if not repeats(column, distinct_max):
         return None
     return column.dictionary_encode()
+
+
+def repeats(column: pa.Array, distinct_max: int = _DICTIONARY_SAMPLE_ROWS) -> bool:
+    """Whether values of the column seem to come again, and to be no more than ``distinct_max`` different ones."""
+    distinct = len(column.slice(0, _DICTIONARY_SAMPLE_ROWS).unique())
+    return distinct <= min(_DICTIONARY_SAMPLE_ROWS * _DICTIONARY_SAMPLE_DISTINCT_MAX, distinct_max)
 
 
 def _hash_column(column: pa.Array, seeds: Words) -> Words:

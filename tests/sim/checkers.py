@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from tests.sim.spill_checker import SpillChecker
+from tests.sim.transaction_checker import TransactionChecker
 from tests.sim.workload import Oracle
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Checkers:
             (m, r): names.tables["effects"] + _ordered_int32(m) + _ordered_int32(r) for m in mappers for r in reducers
         }
         self._spills = SpillChecker(oracle, disk, names.queues)
+        self._transactions = TransactionChecker()
         self._input_keys = [names.queues["input"] + struct.pack(">I", m) + b"p" for m in mappers]
         self._queues = names.queues
         self.committed = [[-1] * len(mappers) for _ in reducers]
@@ -166,8 +168,11 @@ class Checkers:
 
     # messages
 
-    def on_commit(self, version: int) -> None:
+    def on_commit(self, request: Any, version: int) -> None:
         """A commit is about to be acknowledged."""
+        wrong = self._transactions.problem(request, version)
+        if wrong is not None:
+            self.violated(4, wrong)
         if version > self.durable_version():
             self.violated(8, f"version {version} is acknowledged and {self.durable_version()} is durable")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.sim import marks, mutants, product, shrink, stragglers
+from tests.sim import marks, mutants, product, profiles, shrink, stragglers, twins
 from tests.sim.simulation import Result, Simulation
 from tests.sim.switching import HAS_GREENLET
 
@@ -31,6 +31,7 @@ HASHED = 3
 FAILURES_SHOWN_MAX = 5
 FAILURES_SHRUNK_MAX = 1
 """Shrinking takes a hundred runs; the other seeds can be given by ``--seed`` one by one."""
+MARKS_OF = {None: marks.EXPECTED, profiles.STRAGGLERS: stragglers.MARKS, profiles.TWINS: twins.MARKS}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,8 +39,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seeds", type=int, default=200, help="how many seeds (default 200)")
     made.add_argument("--first", type=int, default=0, help="the first of them")
     made.add_argument("--seed", type=int, help="one seed only, told in detail")
-    made.add_argument("--faults", help="of that seed's faults, only these numbers: 3,7,12; none: -; or: stragglers")
-    made.add_argument("--profile", choices=[stragglers.PROFILE], help="what kind of runs; the same as --faults NAME")
+    made.add_argument("--faults", help="of that seed's faults, only these numbers: 3,7,12; none: -; or a profile")
+    made.add_argument("--profile", choices=profiles.NAMES, help="what kind of runs; the same as --faults NAME")
     made.add_argument("--trace", action="store_true", help="print the trace of that seed")
     made.add_argument("--mutant", help="plant this bug")
     made.add_argument("--mutants", action="store_true", help="plant every bug in turn and count the seeds it takes")
@@ -54,10 +55,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
-    if options.faults == stragglers.PROFILE:
+    if options.faults in profiles.NAMES:
         options.faults, options.profile = None, options.faults
     if options.profile is not None:
-        stragglers.use_profile(options.profile)
+        profiles.use(options.profile)
     if options.mutants:
         return mutants.main(options)
     if options.hashes:
@@ -230,7 +231,7 @@ class Tally:
 
 def many(options: argparse.Namespace) -> int:
     tally = Tally(
-        stragglers.MARKS if options.profile else marks.EXPECTED,
+        MARKS_OF[options.profile],
         kept=len(kept_seeds()) if options.kept or options.kept_too else 0,
     )
     other = other_hash_seed(options)
@@ -270,7 +271,7 @@ def other_hash_seed(options: argparse.Namespace) -> subprocess.Popen[str] | None
     """The first seeds in a process with another PYTHONHASHSEED, beside all the others."""
     if options.kept or options.first or options.seeds < HASHED or options.mutant:
         return None
-    profile = ["--profile", stragglers.PROFILE] if stragglers.is_profile() else []
+    profile = ["--profile", options.profile] if options.profile else []
     command = [sys.executable, "-m", "tests.sim", "--hashes", "--seeds", str(HASHED), *profile]
     environment = {**os.environ, "PYTHONHASHSEED": "4711"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.sim import mutants_mapper, mutants_reducer, mutants_spill, mutants_store, stragglers
+from tests.sim import mutants_mapper, mutants_reducer, mutants_spill, mutants_store, mutants_twins, profiles
 
 SEEDS_MAX = 1_000
 
@@ -21,7 +21,7 @@ Mutant = Callable[[Patch], None]
 
 def _collect() -> dict[str, Mutant]:
     made: dict[str, Mutant] = {}
-    for module in (mutants_reducer, mutants_mapper, mutants_store, mutants_spill):
+    for module in (mutants_reducer, mutants_mapper, mutants_store, mutants_spill, mutants_twins):
         for name, value in vars(module).items():
             if callable(value) and getattr(value, "__module__", "") == module.__name__ and not name.startswith("_"):
                 made[name] = value
@@ -29,6 +29,12 @@ def _collect() -> dict[str, Mutant]:
 
 
 MUTANTS = _collect()
+_PROFILES = {mutants_spill.__name__: profiles.STRAGGLERS, mutants_twins.__name__: profiles.TWINS}
+"""Of the modules whose bugs are looked for in runs of another kind than the ordinary."""
+
+
+def _profile(name: str) -> str | None:
+    return _PROFILES.get(getattr(MUTANTS[name], "__module__", ""))
 
 
 @contextmanager
@@ -53,8 +59,7 @@ def hunt(name: str) -> tuple[str, int | None, str, float]:
     from tests.sim.cli import run_seed
 
     begin_s = time.monotonic()
-    of_spill = getattr(MUTANTS[name], "__module__", "") == mutants_spill.__name__
-    stragglers.use_profile(stragglers.PROFILE if of_spill else None)
+    profiles.use(_profile(name))
     for seed in range(SEEDS_MAX):
         result = run_seed((seed, name))
         if result.violations:
@@ -67,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
 
     names = options.mutant.split(",") if options.mutant else sorted(MUTANTS)
     if options.profile and not options.mutant:
-        names = [name for name in names if getattr(MUTANTS[name], "__module__", "") == mutants_spill.__name__]
+        names = [name for name in names if _profile(name) == options.profile]
     found = 0
     width = max(map(len, names))
     for name, seed, what, seconds in spread(options.jobs, hunt, iter(names)):

@@ -11,7 +11,6 @@ from mapper.bucket import Bucket as _Bucket
 from mapper.bucket import ServedBatch as _ServedBatch
 from mapper.core import MapperCore as _Core
 from mapper.core import TrimPlan as _TrimPlan
-from mapper.ingest import Ingestion as _Ingestion
 from mapper.state import MapperState as _MapperState
 from mapper.state import lookup_state as _lookup_state
 from mapper.state import mappers_table as _mappers_table
@@ -113,11 +112,6 @@ def guid_ignored(patch: Any) -> None:
         original(self, replace(request, mapper_id=self.guid))
 
     patch(_Core, "_check_request", check)
-
-
-def reducers_not_asked_at_a_restart(patch: Any) -> None:
-    """What was trimmed before is then unknown to the new instance, as in the bug that seed 800 found."""
-    patch(_Ingestion, "_committed", lambda self: {})
 
 
 def pointer_count_off_by_one(patch: Any) -> None:

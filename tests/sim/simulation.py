@@ -25,6 +25,7 @@ from tests.sim.kernel import Process, World
 from tests.sim.network import Network
 from tests.sim.store import SimStore, StoreHost
 from tests.sim.stragglers import Stragglers
+from tests.sim.twins import Twins
 from tests.sim.workload import EFFECTS_KEY, EFFECTS_VALUE, HOLE, INPUT, OUTPUT, Oracle, SimMapper, SimReducer, Workload
 
 PEACE_US = 30_000_000
@@ -127,9 +128,11 @@ class Simulation:
         self.world = World(seed)
         self.world.keep_lines = keep_lines
         self.stragglers = Stragglers(seed)
-        self.workload = self.stragglers.workload(Workload.make(self.world.streams["workload"]))
+        self.twins = Twins(seed)
+        workload = Workload.make(self.world.streams["workload"])
+        self.workload = self.twins.workload(self.stragglers.workload(workload))
         self.oracle = Oracle(self.workload)
-        made = self.stragglers.faults(faults.make_faults(self.world.streams["faults"]))
+        made = self.twins.faults(self.stragglers.faults(faults.make_faults(self.world.streams["faults"])))
         self.faults = made if fault_list is None else fault_list
         rng = self.world.streams["workload"]
         self.spec = self.stragglers.spec(_spec(self.workload, rng))
@@ -204,7 +207,7 @@ class Simulation:
         self.checkers = checkers.Checkers(self.oracle, self.disk, self._halt)
         self.disk.on_durable = self.checkers.on_durable
         self.host = StoreHost(world, self.network, self.disk)
-        self.host.on_commit = lambda request, committed: self.checkers.on_commit(committed.version)
+        self.host.on_commit = lambda request, committed: self.checkers.on_commit(request, committed.version)
         self._ends: list[Callable[[], None]] = []
         counts = [("mapper", self.workload.mapper_count), ("reducer", self.workload.reducer_count)]
         self.slots = [Slot(self, role, index) for role, count in counts for index in range(count)]

@@ -6,21 +6,19 @@ Chance is of its own here, so that the other parts of a seed stay what they are.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from shuffle.config import ProcessorSpec, SpillSpec
+from tests.sim import profiles
 from tests.sim.faults import FAULTS_UNTIL_US, Fault
-from tests.sim.workload import MAP_POISON, Workload
+from tests.sim.workload import Workload
 
 if TYPE_CHECKING:
     from tests.sim.simulation import Simulation
 
-PROFILE = "stragglers"
-_VARIABLE = "SHUFFLE_SIM_PROFILE"
 SHARE = 0.2
 """Of the seeds of an ordinary run."""
 
@@ -41,16 +39,8 @@ MARKS = (
 """What must have happened at least once in a run of many seeds of this profile."""
 
 
-def use_profile(name: str | None) -> None:
-    """For this process and those it starts."""
-    if name is None:
-        os.environ.pop(_VARIABLE, None)
-    else:
-        os.environ[_VARIABLE] = name
-
-
 def is_profile() -> bool:
-    return os.environ.get(_VARIABLE) == PROFILE
+    return profiles.current() == profiles.STRAGGLERS
 
 
 class Stragglers:
@@ -65,10 +55,7 @@ class Stragglers:
             return made
         rng = self._rng
         made.reducer_count = rng.choice([2, 2, 3])
-        for mapper, rows in enumerate(made.inputs):
-            kinds = [kind for _, kind in rows if kind != MAP_POISON or made.on_error == "dead_letter"] or [0]
-            for number in range(len(rows), len(rows) + rng.choice([0, 20, 40])):
-                rows.append((mapper * 1000 + number, rng.choice(kinds)))
+        made.lengthen(rng, [0, 20, 40])
         return made
 
     def spec(self, made: ProcessorSpec) -> ProcessorSpec:
@@ -117,6 +104,10 @@ def straggler(simulation: Simulation, fault: Fault) -> Callable[[], None]:
         slot.ensure()
 
     return end
+
+
+KINDS = {"straggler": straggler}
+"""What these runs have beside the ordinary kinds of faults."""
 
 
 def staged_bytes_min() -> int:

@@ -65,6 +65,13 @@ class Workload:
             rows[at] = (rows[at][0], MAP_POISON)
         return made
 
+    def lengthen(self, rng: Random, counts: list[int]) -> None:
+        """More rows of the kinds that there are, one of ``counts`` for each mapper; no more that stop a partition."""
+        for mapper, rows in enumerate(self.inputs):
+            kinds = [kind for _, kind in rows if kind != MAP_POISON or self.on_error == "dead_letter"] or [0]
+            for number in range(len(rows), len(rows) + rng.choice(counts)):
+                rows.append((mapper * 1000 + number, rng.choice(kinds)))
+
 
 @dataclass
 class Oracle:

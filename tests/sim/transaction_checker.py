@@ -1,4 +1,4 @@
-"""Whether commits were applied whose reads had changed, by requests and answers alone. Nothing of the product's code."""
+"""Whether a commit was applied whose reads had changed, by requests and answers. Nothing of the product's code."""
 
 from __future__ import annotations
 

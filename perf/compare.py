@@ -7,8 +7,9 @@ Two jobs on the activity logs, every row with a user:
 - *repartition*: full rows by their key, on this project (with reducers that keep no state) and on Spark.
 
 Every system has both cores, two partitions of everything, and reads the same rows in the form that it reads best. Each
-is warmed up once, then all take turns, ``--rounds`` times; medians are compared. Each result is compared with the same
-independent count before its time counts (see ``perf.compare_systems``, also for what the clocks mean).
+is warmed up once, then all take turns, ``--rounds`` times; medians are compared. While one is at work, the JVMs of the
+others stand still (see ``perf.compare_peer``). Each result is compared with the same independent count before its time
+counts (see ``perf.compare_systems``, also for what the clocks mean).
 
 - ``count_vs_spark``, ``count_vs_flink``: MB/s of this project alone over theirs;
 - ``cpu_vs_spark``: processor seconds per GB of the count, over Spark's;

@@ -2,6 +2,9 @@
 
 So its processor time and memory can be told from the benchmark's, it stays warm from one run to the next, and it may
 have an environment of its own. For the latter this module imports nothing but the standard library.
+
+While a peer is not asked for anything, the processes it has started stand still: a JVM with nothing to do still takes
+a share of the cores (its collector, its timers, its compiler), and that would be taken from whoever is being measured.
 """
 
 from __future__ import annotations
@@ -35,23 +38,46 @@ class PeerFailed(Exception):
 def serve(handler: Handler) -> int:
     """In the peer: answer requests until there are no more. What else is printed goes to standard error."""
     _end_with_parent()
-    with os.fdopen(os.dup(1), "w") as replies:
-        os.dup2(2, 1)
-        for line in sys.stdin:
-            try:
-                reply = dict(handler(json.loads(line)))
-            except Exception as error:
-                traceback.print_exc()
-                reply = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-            replies.write(json.dumps(reply) + "\n")
-            replies.flush()
+    try:
+        with os.fdopen(os.dup(1), "w") as replies:
+            os.dup2(2, 1)
+            for line in sys.stdin:
+                signal_descendants(signal.SIGCONT)
+                try:
+                    reply = dict(handler(json.loads(line)))
+                except Exception as error:
+                    traceback.print_exc()
+                    reply = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+                signal_descendants(signal.SIGSTOP)  # before the answer, after which others are measured
+                replies.write(json.dumps(reply) + "\n")
+                replies.flush()
+    finally:
+        signal_descendants(signal.SIGCONT)  # or they would never notice that they are to end
     return 0
 
 
 def _end_with_parent() -> None:
     """A peer at work does not notice that nobody will ask for the answer: the kernel tells it, where it can."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def signal_descendants(number: signal.Signals) -> None:
+    """To every process that this one has started, and those that they have."""
+    for pid in _descendants(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _descendants(pid: int) -> list[int]:
+    """By Linux's own lists; elsewhere none are found, and nothing stands still."""
+    found: list[int] = []
+    with suppress(OSError):
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, children.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
 
 
 class Peer:

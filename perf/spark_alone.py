@@ -40,6 +40,8 @@ def session(folder: Path) -> SparkSession:
         .appName("perf.compare")
         .config("spark.ui.enabled", "false")
         .config("spark.ui.showConsoleProgress", "false")
+        # It stands still while others are measured, and must not take itself for dead afterwards.
+        .config("spark.network.timeout", "1h")
         .config("spark.local.dir", str(folder / "spark"))
         .config("spark.driver.memory", HEAP)
         .config("spark.sql.shuffle.partitions", str(CORES))

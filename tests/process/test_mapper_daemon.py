@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,11 +20,11 @@ from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.messages import BatchTail, GetRows
 from shuffle.poison import decode_row
 from statestore import StateClient
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = pa.schema([("n", pa.int64()), ("pad", pa.string())])
 REDUCERS = 2
-WAIT_S = 60.0
 PROCESS_BYTES_MAX = 150 * 1000 * 1000
 """Of a mapper besides its window."""
 NOT_IN_A_MAPPER = {
@@ -63,13 +62,6 @@ def expected(rows: int, poison: tuple[int, ...] = ()) -> list[list[tuple[int, in
     """For each reducer what it must get: (shuffle index, n)."""
     kept = [n for n in range(rows) if n % 10 != 9 and n not in poison]
     return [[(i, n) for i, n in enumerate(kept) if (n // 3) % REDUCERS == reducer] for reducer in range(REDUCERS)]
-
-
-def until(what: str, done: Callable[[], bool], wait_s: float = WAIT_S) -> None:
-    deadline_s = time.monotonic() + wait_s
-    while not done():
-        assert time.monotonic() < deadline_s, f"not within {wait_s} s: {what}"
-        time.sleep(0.02)
 
 
 def resident_bytes(pid: int) -> int:
@@ -116,7 +108,7 @@ class World:
 
     def connect(self) -> StateClient:
         mark = "serves at "
-        until("the store serves", lambda: mark in self.log(self.store) or self.store.poll() is not None)
+        wait_until(lambda: mark in self.log(self.store) or self.store.poll() is not None, "the store serves")
         assert self.store.poll() is None, self.log(self.store)
         self.address = self.log(self.store).split(mark)[1].split()[0]
         return StateClient.connect(self.address)
@@ -126,7 +118,7 @@ class World:
         self.store.wait(10)
         listen = self.address.removeprefix("grpc://")
         self.store = self.start("statestore", "--path", str(self.folder / "store"), "--listen", listen)
-        until("the store serves again", lambda: "serves at " in self.log(self.store))
+        wait_until(lambda: "serves at " in self.log(self.store), "the store serves again")
 
     def write_spec(self, **mapper: object) -> None:
         options = {
@@ -243,10 +235,10 @@ def test_mapper_serves_commits_trims_and_ends_on_sigterm(world: World) -> None:
     world.write_spec()
     world.expect(2000)
     mapper = world.start_mapper()
-    until("all is committed and trimmed", lambda: world.is_drained(2000))
+    wait_until(lambda: world.is_drained(2000), "all is committed and trimmed")
     assert [list(got) for got in world.got] == world.wanted
     assert all(times == 1 for got in world.got for times in got.values())
-    until("the input is trimmed", lambda: world.client.queue("in").bounds() == [(2000, 2000)])
+    wait_until(lambda: world.client.queue("in").bounds() == [(2000, 2000)], "the input is trimmed")
     mapper.terminate()
     assert mapper.wait(15) == 0, world.log(mapper)
     assert world.instances() == [], "it gives its lease back"
@@ -258,11 +250,11 @@ def test_mapper_killed_after(world: World, commit: bool) -> None:
     world.write_spec()
     world.expect(2000)
     mapper = world.start_mapper()
-    until("rows are served", lambda: world.step(commit) > 100)
+    wait_until(lambda: world.step(commit) > 100, "rows are served")
     mapper.kill()
     mapper.wait(10)
     world.start_mapper()
-    until("all is committed and trimmed", lambda: world.is_drained(2000))
+    wait_until(lambda: world.is_drained(2000), "all is committed and trimmed")
     assert [list(got) for got in world.got] == world.wanted
 
 
@@ -272,11 +264,11 @@ def test_mapper_killed_again_and_again(world: World) -> None:
     world.expect(1000)
     for target in (50, 300, 600):
         mapper = world.start_mapper()
-        until(f"rows up to {target}", lambda target=target: world.step() > target)  # type: ignore[misc]
+        wait_until(lambda target=target: world.step() > target, f"rows up to {target}")  # type: ignore[misc]
         mapper.kill()
         mapper.wait(10)
     world.start_mapper()
-    until("all is committed and trimmed", lambda: world.is_drained(1000))
+    wait_until(lambda: world.is_drained(1000), "all is committed and trimmed")
 
 
 def test_two_instances_from_the_start(world: World) -> None:
@@ -284,7 +276,7 @@ def test_two_instances_from_the_start(world: World) -> None:
     world.write_spec()
     world.expect(3000)
     twins = [world.start_mapper(), world.start_mapper()]
-    until("both are registered", lambda: len(world.instances()) == 2)
+    wait_until(lambda: len(world.instances()) == 2, "both are registered")
     turn = [0]
 
     def drained() -> bool:
@@ -299,7 +291,7 @@ def test_two_instances_from_the_start(world: World) -> None:
             world.committed[reducer] = world.cursor[reducer]
         return world.committed == world.last and world.persisted().input_unread_row_index == 3000
 
-    until("all is committed and trimmed", drained)
+    wait_until(drained, "all is committed and trimmed")
     assert [list(got) for got in world.got] == world.wanted
     assert any("zombie" in world.log(twin) for twin in twins)
     assert all(twin.poll() is None for twin in twins)
@@ -310,20 +302,20 @@ def test_mapper_paused_past_its_lease_is_replaced_and_resumed(world: World) -> N
     world.write_spec()
     world.expect(2000)
     first = world.start_mapper()
-    until("rows are committed", lambda: world.step() > 100)
+    wait_until(lambda: world.step() > 100, "rows are committed")
     paused = world.instances()[0]
     first.send_signal(signal.SIGSTOP)
-    until("its lease is over", lambda: world.instances() == [])
+    wait_until(lambda: world.instances() == [], "its lease is over")
     world.start_mapper()
-    until("all is committed and trimmed", lambda: world.is_drained(2000))
+    wait_until(lambda: world.is_drained(2000), "all is committed and trimmed")
     world.append(2000, 2100)
     first.send_signal(signal.SIGCONT)
-    until("it says that it is a zombie", lambda: "zombie" in world.log(first))
-    until("it is registered again", lambda: paused in world.instances())
+    wait_until(lambda: "zombie" in world.log(first), "it says that it is a zombie")
+    wait_until(lambda: paused in world.instances(), "it is registered again")
     world.expect(2100)
     for reducer in range(REDUCERS):
         world.rewind(reducer)
-    until("what came later is exact too", lambda: world.is_drained(2100))
+    wait_until(lambda: world.is_drained(2100), "what came later is exact too")
 
 
 def test_store_restarted_under_the_mapper(world: World) -> None:
@@ -331,7 +323,7 @@ def test_store_restarted_under_the_mapper(world: World) -> None:
     world.write_spec()
     world.expect(2000)
     mapper = world.start_mapper()
-    until("rows are committed", lambda: world.step() > 100)
+    wait_until(lambda: world.step() > 100, "rows are committed")
     world.restart_store()
 
     def drained() -> bool:
@@ -340,7 +332,7 @@ def test_store_restarted_under_the_mapper(world: World) -> None:
         except ShuffleError:
             return False
 
-    until("all is committed and trimmed", drained)
+    wait_until(drained, "all is committed and trimmed")
     assert mapper.poll() is None, "it waits, connects again and goes on"
 
 
@@ -349,7 +341,7 @@ def test_poison_row_stops_with_a_report_after_all_rows_before_it(world: World) -
     world.write_spec(config="{poison: [555]}")
     world.expect(555)
     mapper = world.start_mapper()
-    until("the rows before are committed", lambda: world.is_drained(555))
+    wait_until(lambda: world.is_drained(555), "the rows before are committed")
     assert mapper.wait(30) == 3
     last = world.log(mapper).strip().splitlines()[-1]
     assert last.startswith("error: job: mapper 0: Spread.map failed at input row 555: ValueError: poison")
@@ -362,11 +354,11 @@ def test_dead_letters_exactly_once_though_the_mapper_is_killed(world: World) -> 
     world.expect(1000, poison)
     for target in (100, 300):
         mapper = world.start_mapper()
-        until(f"rows up to {target}", lambda target=target: world.step() > target)  # type: ignore[misc]
+        wait_until(lambda target=target: world.step() > target, f"rows up to {target}")  # type: ignore[misc]
         mapper.kill()
         mapper.wait(10)
     world.start_mapper()
-    until("all is committed and trimmed", lambda: world.is_drained(1000))
+    wait_until(lambda: world.is_drained(1000), "all is committed and trimmed")
     letters, _ = world.client.queue("job/mapper_dead_letters").read(0, 0)
     assert letters["position"].to_pylist() == list(poison)
     assert [decode_row(row).to_pylist()[0]["n"] for row in letters["row"].to_pylist()] == list(poison)
@@ -379,8 +371,8 @@ def test_reducer_that_is_down_fills_the_window_and_no_more(world: World) -> None
     world.write_spec(memory_bytes=limit_bytes, batch_rows_max=2000, batch_bytes_max=4 * 1024 * 1024)
     world.expect(20_000)
     mapper = world.start_mapper()
-    until("it is registered", lambda: len(world.instances()) == 1)
-    until("its first row is served", lambda: world.fetch(0, world.instances()[0]) == 1)
+    wait_until(lambda: len(world.instances()) == 1, "it is registered")
+    wait_until(lambda: world.fetch(0, world.instances()[0]) == 1, "its first row is served")
     world.append(1, 20_000, pad=4000)
     at_limit_bytes: list[int] = []
     while len(at_limit_bytes) < 30:
@@ -389,7 +381,7 @@ def test_reducer_that_is_down_fills_the_window_and_no_more(world: World) -> None
         at_limit_bytes = [] if rows else [*at_limit_bytes, resident_bytes(mapper.pid)]
     assert 0 < world.committed[0] < world.last[0], "reading stopped at the limit"
     assert max(at_limit_bytes) <= limit_bytes + PROCESS_BYTES_MAX
-    until("the other one is back: all is committed and trimmed", lambda: world.is_drained(20_000), wait_s=120)
+    wait_until(lambda: world.is_drained(20_000), "the other one is back: all is committed and trimmed", wait_s=120)
 
 
 def test_mapper_imports_nothing_large_that_it_has_no_use_for(world: World) -> None:
@@ -397,7 +389,7 @@ def test_mapper_imports_nothing_large_that_it_has_no_use_for(world: World) -> No
     world.write_spec()
     world.expect(200)
     mapper = world.start("mapper", "job.yaml", "--index", "0", PYTHONPROFILEIMPORTTIME="1")
-    until("all is committed and trimmed", lambda: world.is_drained(200))
+    wait_until(lambda: world.is_drained(200), "all is committed and trimmed")
     mapper.terminate()
     assert mapper.wait(15) == 0, world.log(mapper)
     lines = [line for line in world.log(mapper).splitlines() if line.startswith("import time:")]

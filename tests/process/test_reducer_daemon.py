@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from reducer.state import ReducerState
 from shuffle.errors import ShuffleError
 from shuffle.poison import decode_row
 from statestore import StateClient
+from tests.waiting import WAIT_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = pa.schema([("user", pa.string()), ("n", pa.int64())])
-WAIT_S = 60.0
 USERS = 17
 
 JOB = """
@@ -78,7 +78,7 @@ class World:
 
     def begin(self) -> None:
         self.store = self.start_store()
-        wait_for(self.connects, lambda: self.log("store"))
+        wait_until(self.connects, lambda: self.log("store"))
         self.client.create_queue("in", schema=SCHEMA, partitions=2)
 
     def connects(self) -> bool:
@@ -164,7 +164,7 @@ class World:
 
     def wait_drained(self) -> None:
         rows = sum(self.expected.values())
-        wait_for(lambda: self.counted() >= rows, lambda: f"{self.counted()} of {rows}\n{self.log()[-3000:]}")
+        wait_until(lambda: self.counted() >= rows, lambda: f"{self.counted()} of {rows}\n{self.log()[-3000:]}")
         assert self.totals() == {user: (count, self.sums[user]) for user, count in self.expected.items()}
 
     def close(self) -> None:
@@ -174,13 +174,6 @@ class World:
             if process.poll() is None:
                 process.kill()
             process.wait(10)
-
-
-def wait_for(what: Callable[[], bool], says: Callable[[], str] = lambda: "") -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not what():
-        assert time.monotonic() < deadline_s, f"it did not happen in {WAIT_S} s: {says()}"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -201,7 +194,7 @@ def test_reducer_killed_while_it_works_counts_every_row_once(world: World) -> No
         reducer = world.reducer(spec)
         (world.folder / f"hold-{reducer.pid}").touch()
         world.append(3000, begin=3000 * life)
-        wait_for((world.folder / f"held-{reducer.pid}").exists, world.log)
+        wait_until((world.folder / f"held-{reducer.pid}").exists, world.log)
         reducer.send_signal(signal.SIGKILL)
         reducer.wait(10)
         assert before < world.counted() < sum(world.expected.values()), "some was committed, and some was not"
@@ -234,16 +227,16 @@ def test_reducer_paused_past_its_lease_with_rows_in_hand_finds_out_and_counts_no
     hold, held = (world.folder / f"{name}-{old.pid}" for name in ("hold", "held"))
     hold.touch()
     world.append(2000)
-    wait_for(held.exists, lambda: world.log("old"))
+    wait_until(held.exists, lambda: world.log("old"))
     old.send_signal(signal.SIGSTOP)
     try:
-        wait_for(lambda: world.client.leases.members("job/reducers") == [])
+        wait_until(lambda: world.client.leases.members("job/reducers") == [])
         world.reducer(spec, "new")
         world.wait_drained()
         hold.unlink()
     finally:
         old.send_signal(signal.SIGCONT)
-    wait_for(lambda: "another instance of reducer 0 of processor job is alive" in world.log("old"))
+    wait_until(lambda: "another instance of reducer 0 of processor job is alive" in world.log("old"))
     world.append(2000, begin=2000)
     world.wait_drained()
 
@@ -253,7 +246,7 @@ def test_reducer_told_to_stop_leaves_with_its_commit_made_and_its_lease_given_ba
     world.mappers(spec)
     reducer = world.reducer(spec)
     world.append(2000)
-    wait_for(lambda: world.counted() >= 200, world.log)
+    wait_until(lambda: world.counted() >= 200, world.log)
     reducer.send_signal(signal.SIGTERM)
     assert reducer.wait(15) == 0, world.log()
     assert world.client.leases.members("job/reducers") == []
@@ -269,12 +262,12 @@ def test_store_restarted_under_a_reducer_counts_every_row_once(world: World) -> 
     world.mappers(spec)
     reducer = world.reducer(spec)
     world.append(4000)
-    wait_for(lambda: world.counted() >= 500, world.log)
+    wait_until(lambda: world.counted() >= 500, world.log)
     world.store.send_signal(signal.SIGKILL)
     world.store.wait(10)
     time.sleep(0.5)  # Long enough for calls to fail, and not only to wait.
     world.store = world.start_store()
-    wait_for(world.answers)
+    wait_until(world.answers)
     world.wait_drained()
     assert reducer.poll() is None, "it waited, and did not die"
 
@@ -304,7 +297,7 @@ def test_poison_rows_with_dead_letter_are_set_aside_with_their_positions_and_the
     world.append(1000, begin=1000)
     world.reducer(spec)
     world.wait_drained()
-    wait_for(lambda: world.committed().committed_row_indices == (1999, 2003))
+    wait_until(lambda: world.committed().committed_row_indices == (1999, 2003))
     rows, _ = world.client.queue("job/reducer_dead_letters").read(0, 0)
     letters = rows.to_pylist()
     assert [(letter["role"], letter["mapper"], letter["position"]) for letter in letters] == [

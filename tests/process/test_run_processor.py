@@ -7,9 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,8 +18,8 @@ import pytest
 from shuffle.errors import ShuffleError
 from statestore import StateClient
 from statestore.folder import served_at
+from tests.waiting import WAIT_S, wait_until
 
-WAIT_S = 60.0
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = pa.schema([("user", pa.string()), ("n", pa.int64())])
 
@@ -112,13 +111,6 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline_s, "it never came true"
-        time.sleep(0.05)
 
 
 def children_of(pid: int) -> dict[str, int]:

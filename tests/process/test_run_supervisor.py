@@ -8,14 +8,14 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shuffle.supervisor import EXIT_USER_CODE, Child, RestartPolicy, Supervisor
+from tests.waiting import wait_until
 
-WAIT_S = 30.0
 ROOT = Path(__file__).resolve().parents[2]
 
 SLEEPER = """
@@ -35,13 +35,6 @@ print("some log line", file=sys.stderr)
 print("error: job: mapper 0: ValueError: bad row", file=sys.stderr)
 sys.exit(3)
 """
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline_s, "it never came true"
-        time.sleep(0.01)
 
 
 @pytest.fixture

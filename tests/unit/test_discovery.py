@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,13 @@ from shuffle.discovery import MapperAddress, MapperDirectory, Membership, arrang
 from shuffle.errors import StoreUnavailable
 from shuffle.ids import Guid, MapperIndex
 from statestore import Member, StateClient
-
-WAIT_S = 10.0
+from tests.waiting import WAIT_S, wait_until
 
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[StateClient]:
     with StateClient.open(tmp_path / "store") as client:
         yield client
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline_s, "it never came true"
-        time.sleep(0.01)
 
 
 def mapper_attributes(index: int, port: int) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token, ne
 from shuffle.messages import GetRows
 from shuffle.metrics import ReducerMetrics
 from statestore import StateClient
+from tests.waiting import wait_until
 
 SCHEMA = pa.schema([("v", pa.int64())])
 LIMITS = Limits(
@@ -78,13 +79,6 @@ def mapper() -> Iterator[ServedMapper]:
 def store(tmp_path: Path) -> Iterator[StateClient]:
     with StateClient.open(tmp_path / "state") as client:
         yield client
-
-
-def wait_for(what: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.005)
 
 
 # ---- one call -------------------------------------------------------------------------------------------------------
@@ -206,7 +200,7 @@ def test_fetcher_waits_for_a_missing_mapper_and_takes_it_up_when_it_comes(
     mapper.produce(3)
     assert fetching.pipeline.committed(work)
     assert fetching.work().rowset()["v"].to_pylist() == [4]
-    wait_for(lambda: mapper.core.buckets[0].committed == 2)
+    wait_until(lambda: mapper.core.buckets[0].committed == 2)
 
 
 def test_fetcher_passes_over_a_dead_young_instance_for_a_living_old_one(
@@ -240,7 +234,7 @@ def test_fetcher_reports_rows_that_another_instance_has_committed(fetching: Fetc
     twin = GetRows(mapper.guid, ReducerIndex(0), ShuffleIndex(2), ShuffleIndex(2), 10, 1000)
     mapper.shared.get_rows(twin)
     fetching.register(mapper.guid, mapper.address)
-    wait_for(lambda: fetching.rows_gone > 0)
+    wait_until(lambda: fetching.rows_gone > 0)
     fetching.pipeline.restart(ReducerState((ShuffleIndex(2),)))
     mapper.produce(1)
     assert fetching.work().rowset()["v"].to_pylist() == [4]

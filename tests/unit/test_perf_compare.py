@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from perf.progress import Buckets
 from perf.workload import RESULT_SCHEMA, SCHEMA, Workload, oracle
 from perf.workload_files import in_turn, write_forms
 from shuffle.errors import ShuffleError
+from tests.waiting import wait_until
 
 WORKLOAD = Workload(with_user_share=1.0, users=50)
 
@@ -142,10 +144,14 @@ sys.exit(serve(handler))
 """
 
 
-def test_peer_answers_goes_on_after_an_error_and_ends_with_its_input(tmp_path: Path) -> None:
+def started_peer(folder: Path, code: str) -> Peer:
     root = str(Path(__file__).resolve().parent.parent.parent)
     path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    peer = Peer("echo", [sys.executable, "-c", ECHO], tmp_path, {"PYTHONPATH": path})
+    return Peer("echo", [sys.executable, "-c", code], folder, {"PYTHONPATH": path})
+
+
+def test_peer_answers_goes_on_after_an_error_and_ends_with_its_input(tmp_path: Path) -> None:
+    peer = started_peer(tmp_path, ECHO)
     try:
         with pytest.raises(PeerFailed, match="echo: ValueError: cannot do that"):
             peer.ask(30, job="fail")
@@ -155,3 +161,35 @@ def test_peer_answers_goes_on_after_an_error_and_ends_with_its_input(tmp_path: P
         peer.close()
     with pytest.raises(PeerFailed, match="has ended"):
         peer.ask(30, job="count")
+
+
+WITH_CHILD = """
+import subprocess, sys
+from pathlib import Path
+from perf.compare_peer import serve
+child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+def handler(request):
+    return {"pid": child.pid, "stat": Path(f"/proc/{child.pid}/stat").read_text()}
+sys.exit(serve(handler))
+"""
+
+
+def is_stopped(stat: str) -> bool:
+    return stat.split()[2] == "T"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing stands still")
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_a_peer_has_started_stands_still_between_requests_and_ends_with_it(tmp_path: Path, killed: bool) -> None:
+    peer = started_peer(tmp_path, WITH_CHILD)
+    try:
+        for _ in range(2):
+            answer = peer.ask(30, job="look")
+            child = Path(f"/proc/{answer['pid']}")
+            assert not is_stopped(answer["stat"])
+            wait_until(lambda child=child: is_stopped((child / "stat").read_text()))  # type: ignore[misc]
+        if killed:
+            os.kill(peer.pid, signal.SIGTERM)
+    finally:
+        peer.close()
+    wait_until(lambda: not child.exists())

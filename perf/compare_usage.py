@@ -38,6 +38,8 @@ class Meter:
     def __init__(self, roots: Callable[[], Sequence[int]]) -> None:
         self._roots = roots
         self._times_s: list[float] = []
+        self._cpu_of: dict[int, float] = {}
+        """By process, also of those that have ended since: a worker of Spark that does so takes nothing with it."""
         self._cpu_s: list[float] = []
         self._memory_bytes: list[int] = []
         self._written_before = 0
@@ -46,6 +48,7 @@ class Meter:
         self._thread = threading.Thread(target=self._run, name="meter", daemon=True)
 
     def __enter__(self) -> Meter:
+        os.sync()  # What others have written is not to be paid for by the one that is measured now.
         self._written_before = report.tree_written_bytes(os.getpid())
         self._thread.start()
         return self
@@ -59,7 +62,9 @@ class Meter:
         while True:
             pids = trees(self._roots())
             self._times_s.append(time.time())
-            self._cpu_s.append(sum(report.cpu_seconds(pid) for pid in pids))
+            for pid in pids:
+                self._cpu_of[pid] = max(self._cpu_of.get(pid, 0.0), report.own_cpu_seconds(pid))
+            self._cpu_s.append(sum(self._cpu_of.values()))
             self._memory_bytes.append(sum(private_bytes(pid) for pid in pids))
             if self._stopping.wait(PERIOD_S):
                 return
@@ -71,9 +76,7 @@ class Meter:
 
     def cpu_between_s(self, begin_s: float, end_s: float) -> float:
         """Processor time used between two times of the wall clock."""
-        # A process that ended takes its time with it unless its parent is in the tree: then the sum falls for good.
-        rising = np.maximum.accumulate(self._cpu_s)
-        first, last = np.interp([begin_s, end_s], self._times_s, rising)
+        first, last = np.interp([begin_s, end_s], self._times_s, self._cpu_s)
         return float(last - first)
 
     @property

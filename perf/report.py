@@ -187,6 +187,12 @@ def cpu_seconds(pid: int) -> float:
     return 0.0 if stat is None else sum(int(ticks) for ticks in stat[11:15]) / _TICKS_PER_S
 
 
+def own_cpu_seconds(pid: int) -> float:
+    """User and system time of a process without its children; 0 when it is gone."""
+    stat = _stat_fields(pid)
+    return 0.0 if stat is None else sum(int(ticks) for ticks in stat[11:13]) / _TICKS_PER_S
+
+
 def rss_bytes(pid: int) -> int:
     """Resident memory now; 0 when the process is gone."""
     return status_bytes(pid, "VmRSS")

@@ -9,6 +9,8 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -21,10 +23,17 @@ from shuffle import crash_points, flight
 from shuffle.errors import BadInput, OutOfRange, ShuffleError, StoreUnavailable, to_wire
 from shuffle.ids import ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB, WAIT_MS_MAX
-from shuffle.messages import METADATA_FIELDS, NO_ROWS, ROWS_EXCHANGE, STREAM_OVER, BatchTail, GetRows
+from shuffle.messages import METADATA_FIELDS, NO_ROWS, ROWS_EXCHANGE, STREAM_OVER, BatchTail, GetRows, SharedRows
+from shuffle.shared_memory import BYTES_MIN, Outbox, machine
 
 JOIN_BYTES_MAX = 1 * MIB
 """Adjacent batches are joined up to this size. Below it the cost of a message outweighs that of a copy."""
+
+SHARED_BYTES_MAX = 32 * MIB
+"""Memory for answers to reducers on this machine, for all of them together; on top of the window's limit."""
+
+SHARED_OF_WINDOW = 4
+"""And not more than the window's limit divided by this."""
 
 WAITERS_PER_REDUCER_MAX = 4
 """Requests of one reducer that may wait at once: its own, and those of instances and calls that it has given up."""
@@ -54,6 +63,7 @@ class SharedCore:
         """Notified when rows were committed, so that the ingestion may go on."""
         self._new_rows = [threading.Condition(self.lock) for _ in range(reducer_count)]
         """Notified when there are new rows for a reducer."""
+        self.reducer_count = reducer_count
         self._waiters = [0] * reducer_count
         self.closing = False
         """Nothing more is waited for: calls get what there is, and exchanges end."""
@@ -241,6 +251,9 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
     ) -> None:
         super().__init__(flight.location(listen))
         self._shared = shared
+        reducers = shared.reducer_count
+        self._outbox_bytes = min(SHARED_BYTES_MAX, shared.core.memory_bytes_max // SHARED_OF_WINDOW) // reducers
+        self._outboxes_left = threading.Semaphore(reducers if self._outbox_bytes >= BYTES_MIN else 0)
         self._status = status or shared.status
         self._on_served = on_served
         host = listen.rpartition(":")[0].rpartition("//")[2] or "127.0.0.1"
@@ -248,7 +261,7 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
 
     @flight.served
     def do_get(self, context: Any, ticket: Any) -> Any:
-        schema, rows = self._rows(ticket.ticket, context)
+        schema, rows = self._rows(GetRows.decode(ticket.ticket), context)
         if schema is None:
             return flight.GeneratorStream(pa.schema([]), iter(()))
         return flight.GeneratorStream(schema, flight.served_batches(self._stream(rows)))
@@ -258,8 +271,7 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
             yield served.rows, BatchTail(served.last_row_index).encode()
             self._on_served(served.rows.num_rows, served.rows.nbytes)
 
-    def _rows(self, ticket: bytes, context: Any) -> tuple[pa.Schema | None, list[ServedBatch]]:
-        request = GetRows.decode(ticket)
+    def _rows(self, request: GetRows, context: Any) -> tuple[pa.Schema | None, list[ServedBatch]]:
         schema, rows = self._shared.get_rows(request, context.is_cancelled)
         if rows:
             crash_points.reach("mapper.before_answer")
@@ -274,6 +286,23 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
         """GetRows, again and again on one stream (see ``messages``), while the answers have the schema of the first."""
         if descriptor.command != ROWS_EXCHANGE:
             raise BadInput(f"unknown exchange {descriptor.command!r}: mapper and reducer are of different versions")
+        with self._shared_rows() as outbox:
+            self._answer_all(context, reader, writer, outbox)
+
+    @contextmanager
+    def _shared_rows(self) -> Iterator[Outbox | None]:
+        """Memory for the answers of one exchange; None: there are more exchanges than reducers, and these have it."""
+        if not self._outboxes_left.acquire(blocking=False):
+            yield None
+            return
+        outbox = Outbox(self._outbox_bytes)
+        try:
+            yield outbox
+        finally:
+            outbox.close()
+            self._outboxes_left.release()
+
+    def _answer_all(self, context: Any, reader: Any, writer: Any, outbox: Outbox | None) -> None:
         begun_with: pa.Schema | None = None
         has_begun = False
         while True:
@@ -283,8 +312,13 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
                 return
             error: ShuffleError | None = None
             schema, rows = begun_with, list[ServedBatch]()
+            shares = False
             try:
-                schema, rows = self._rows(b"" if ticket is None else bytes(ticket), context)
+                request = GetRows.decode(b"" if ticket is None else bytes(ticket))
+                shares = outbox is not None and request.machine is not None and request.machine == machine()
+                if outbox is not None and shares and request.to_row_index is None:
+                    request = replace(request, max_bytes=min(request.max_bytes, outbox.bytes_max))
+                schema, rows = self._rows(request, context)
             except ShuffleError as refused:
                 error = refused
             if not has_begun:
@@ -298,9 +332,22 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
                 return
             if not rows:
                 writer.write_metadata(NO_ROWS)
-            for served, more in _with_more(joined(rows)):
-                writer.write_with_metadata(served.rows, BatchTail(served.last_row_index, more).encode())
-                self._on_served(served.rows.num_rows, served.rows.nbytes)
+                continue
+            if outbox is None or not shares or not self._share(writer, outbox, rows):
+                for served, more in _with_more(joined(rows)):
+                    writer.write_with_metadata(served.rows, BatchTail(served.last_row_index, more).encode())
+            self._on_served(sum(served.rows.num_rows for served in rows), sum(served.rows.nbytes for served in rows))
+
+    def _share(self, writer: Any, outbox: Outbox, rows: list[ServedBatch]) -> bool:
+        """Answer by way of shared memory, if there are enough rows for that and not too many."""
+        if sum(served.rows.nbytes for served in rows) < BYTES_MIN:
+            return False
+        batches = list(joined(rows))
+        note = outbox.put([served.rows for served in batches])
+        if note is None:
+            return False
+        writer.write_metadata(SharedRows(note, tuple(served.last_row_index for served in batches)).encode())
+        return True
 
     @flight.served
     def do_action(self, context: Any, action: Any) -> Any:

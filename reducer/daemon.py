@@ -163,7 +163,16 @@ class ReducerDaemon:
         if stage is None:
             return
         fetchers = [
-            Fetcher(MapperIndex(i), self.index, pipeline, directory, self._backoff(), self.metrics, self._rows_gone)
+            Fetcher(
+                MapperIndex(i),
+                self.index,
+                pipeline,
+                directory,
+                self._backoff(),
+                self.metrics,
+                self._rows_gone,
+                self._spec.reducer.share_memory,
+            )
             for i in range(self._mapper_count)
         ]
         process = threading.Thread(target=self._process, args=(stage,), name="process", daemon=True)

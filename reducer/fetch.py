@@ -56,7 +56,8 @@ def get_rows(client: Any, request: GetRows, *, who: str, timeout_s: float) -> An
 class Connections:
     """At most one Flight client, to the instance in use, and an exchange on it; used by one thread."""
 
-    def __init__(self, connect: Callable[[str], Any] = flight.connect) -> None:
+    def __init__(self, share_memory: bool = True, connect: Callable[[str], Any] = flight.connect) -> None:
+        self._share_memory = share_memory
         self._connect = connect
         self._address: str | None = None
         self._client: Any = None
@@ -72,7 +73,7 @@ class Connections:
     def stream_to(self, address: str, who: str) -> RowStream:
         client = self.to(address)
         if self._stream is None:
-            self._stream = RowStream(client, who)
+            self._stream = RowStream(client, who, self._share_memory)
         return self._stream
 
     def close(self) -> None:
@@ -112,6 +113,7 @@ class Fetcher(threading.Thread):
         backoff: Backoff,
         metrics: ReducerMetrics,
         on_rows_gone: Callable[[], None],
+        share_memory: bool = True,
     ) -> None:
         super().__init__(name=f"fetch-{mapper_index}", daemon=True)
         self._mapper_index = mapper_index
@@ -122,7 +124,7 @@ class Fetcher(threading.Thread):
         self._metrics = metrics
         self._on_rows_gone = on_rows_gone
         self._choice = Choice()
-        self._connections = Connections()
+        self._connections = Connections(share_memory)
 
     def run(self) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +13,9 @@ from shuffle import flight
 from shuffle.errors import ShuffleError, StoreUnavailable, TooLarge, from_wire
 from shuffle.ids import ShuffleIndex
 from shuffle.limits import BATCH_BYTES_MAX
-from shuffle.messages import NO_ROWS, ROWS_EXCHANGE, STREAM_OVER, BatchTail, GetRows
+from shuffle.logs import get_logger
+from shuffle.messages import NO_ROWS, ROWS_EXCHANGE, SHARED_ROWS, STREAM_OVER, BatchTail, GetRows, SharedRows
+from shuffle.shared_memory import Inbox, NotShared, machine
 
 Answer = list[tuple[pa.RecordBatch, ShuffleIndex]]
 """Batches, each with the shuffle index of its last row."""
@@ -21,6 +24,8 @@ STREAM_S_MAX = 5.0
 """An exchange is asked no more when it is this old. Flight bounds an exchange as a whole and not each answer, so this
 is what keeps the wait for a single one bounded."""
 
+_log = get_logger(__name__)
+
 
 class RowStream:
     """Asks one mapper. Opens an exchange when there is none; one that broke is left, and the next question has another.
@@ -28,9 +33,12 @@ class RowStream:
     Used by one thread.
     """
 
-    def __init__(self, client: Any, who: str) -> None:
+    def __init__(self, client: Any, who: str, share_memory: bool = True) -> None:
         self._client = client
         self._who = who
+        self._machine = machine() if share_memory else None
+        """Told to the mapper, until it turns out to be of no use."""
+        self._inbox = Inbox()
         self._writer: Any = None
         self._reader: Any = None
         self._opened_s = 0.0
@@ -40,8 +48,7 @@ class RowStream:
         try:
             with flight.typed_errors(self._who):
                 self._open(timeout_s)
-                self._writer.write_metadata(request.encode())
-                answer = self._answer(request)
+                answer = self._ask(request)
         except StopIteration:
             self.close()
             raise StoreUnavailable(f"{self._who} ended the exchange without an answer", address=self._who) from None
@@ -62,6 +69,16 @@ class RowStream:
         self._opened_s = time.monotonic()
         self._writer.begin(_NO_COLUMNS)
 
+    def _ask(self, request: GetRows) -> Answer | ShuffleError:
+        try:
+            self._writer.write_metadata(replace(request, machine=self._machine).encode())
+            return self._answer(request)
+        except NotShared as error:
+            _log.info("rows of this mapper come over the wire, though it is on this machine", reason=str(error))
+            self._machine = None
+            self._writer.write_metadata(request.encode())
+            return self._answer(request)
+
     def _answer(self, request: GetRows) -> Answer | ShuffleError:
         """The batches, or the error that the mapper answered: the exchange goes on after either."""
         batches: Answer = []
@@ -74,6 +91,8 @@ class RowStream:
                     self.close()
                 elif told.startswith(b"{"):
                     return from_wire(told.decode())
+                elif told.startswith(SHARED_ROWS):
+                    return self._shared(SharedRows.decode(told), request)
                 elif told != NO_ROWS:
                     raise ShuffleError(f"{self._who} gave an answer that is none: is it a mapper of this version?")
                 return batches
@@ -89,7 +108,13 @@ class RowStream:
             if not tail.more:
                 return batches
 
+    def _shared(self, told: SharedRows, request: GetRows) -> Answer:
+        if told.note.size_bytes > request.max_bytes + BATCH_BYTES_MAX:
+            raise TooLarge(f"{self._who} tells of {told.note.size_bytes} bytes, and {request.max_bytes} were asked for")
+        return list(zip(self._inbox.take(told.note), told.last_row_indexes, strict=True))
+
     def close(self) -> None:
+        self._inbox.close()
         writer, reader = self._writer, self._reader
         self._writer = self._reader = None
         if writer is not None:

@@ -93,6 +93,8 @@ class ReducerSpec:
     """Bytes in one answer of one mapper. Default: 16 MiB."""
     fetch_wait_ms: int = 500
     """Milliseconds a mapper holds a request when it has no rows for it. Default: 500."""
+    share_memory: bool = True
+    """Take rows of mappers on the same machine from memory that both see, and not from a socket. Default: true."""
     batch_rows_max: int = 2_000_000
     """Rows given to ``reduce`` at once, from all mappers. Default: 2,000,000."""
     batch_bytes_max: int = 64 * MIB

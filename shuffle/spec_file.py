@@ -258,6 +258,7 @@ _REDUCER: dict[str, Reader] = {
     "fetch_rows_max": _COUNT,
     "fetch_bytes_max": _SIZE,
     "fetch_wait_ms": _DURATION,
+    "share_memory": _flag,
     "batch_rows_max": _COUNT,
     "batch_bytes_max": _SIZE,
     "backoff_ms": _DURATION,

@@ -35,6 +35,9 @@ SHARED_BYTES_MAX = 32 * MIB
 SHARED_OF_WINDOW = 4
 """And not more than the window's limit divided by this."""
 
+OUTBOX_BYTES_MIN = 1 * MIB
+"""Of that, for one reducer. Answers are cut to what it has, so with less they are better sent over the wire."""
+
 WAITERS_PER_REDUCER_MAX = 4
 """Requests of one reducer that may wait at once: its own, and those of instances and calls that it has given up."""
 
@@ -253,7 +256,7 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
         self._shared = shared
         reducers = shared.reducer_count
         self._outbox_bytes = min(SHARED_BYTES_MAX, shared.core.memory_bytes_max // SHARED_OF_WINDOW) // reducers
-        self._outboxes_left = threading.Semaphore(reducers if self._outbox_bytes >= BYTES_MIN else 0)
+        self._outboxes_left = threading.Semaphore(reducers if self._outbox_bytes >= OUTBOX_BYTES_MIN else 0)
         self._status = status or shared.status
         self._on_served = on_served
         host = listen.rpartition(":")[0].rpartition("//")[2] or "127.0.0.1"

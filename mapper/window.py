@@ -61,7 +61,8 @@ class Part:
             return 0
         if row_index >= self.last_row_index:
             return len(self.places)
-        return int(np.searchsorted(self.places, row_index - self.entry.shuffle_begin, side="right"))
+        place = np.uint32(row_index - self.entry.shuffle_begin)  # Of any other type, all places would be cast to it.
+        return int(np.searchsorted(self.places, place, side="right"))
 
     def row_index_at(self, row: int) -> ShuffleIndex:
         assert self.places is not None

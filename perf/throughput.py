@@ -1,11 +1,13 @@
 """How fast are rows shuffled and committed, beside Arrow Flight alone, and how much is written for it?
 
 The activity job (``DeclaredCountByUser``) with two mappers and two reducers, every row with a user so that every row
-is shuffled. Three things are measured in one run:
+is shuffled. Four things are measured in one run:
 
 - the job itself, with its table of counts (``mb_per_s``);
 - the same rows through map, window, GetRows and reduce with a reducer that keeps no state;
-- the same bucket batches through Arrow Flight alone, with as many processes (``flight_ratio`` is the second over this).
+- the same again with rows that go through sockets, as between machines, and not through shared memory;
+- the same bucket batches through Arrow Flight alone, with as many processes (``flight_ratio`` is the second over this,
+  ``flight_ratio_over_sockets`` the third).
 
 The input is in its queue before the clock starts. The clock runs from the first commit to the last, so that the
 start-up of processes is not in it; rows committed first are not counted either. ``shuffle_bytes_ratio`` is what all
@@ -86,7 +88,15 @@ class Measured:
         return self.written_bytes / self.bytes_total
 
 
-def measure(system: LocalSystem, state: StateClient, name: str, reducer_class: str, rows: int, seed: int) -> Measured:
+def measure(
+    system: LocalSystem,
+    state: StateClient,
+    name: str,
+    reducer_class: str,
+    rows: int,
+    seed: int,
+    share_memory: bool = True,
+) -> Measured:
     """Fill a queue, run a processor over it until it is drained, and check the table if it keeps one."""
     buckets = Buckets(MAPPERS, REDUCERS, KEY_COLUMNS)
     parts: list[pa.Table] = []
@@ -102,7 +112,7 @@ def measure(system: LocalSystem, state: StateClient, name: str, reducer_class: s
         "processor": name,
         "input": {"queue": name},
         "mapper": {"class": "examples.activity:ParseLogs", "batch_rows_max": READ_ROWS, "batch_bytes_max": READ_BYTES},
-        "reducer": {"class": reducer_class, "count": REDUCERS},
+        "reducer": {"class": reducer_class, "count": REDUCERS, "share_memory": share_memory},
         "metrics": False,
     }
     measured = run(system, state, spec, buckets, bytes_total)
@@ -176,15 +186,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
     workload = Workload(seed=args.seed, with_user_share=1.0)
-    activity, alone, raw = [], [], []
+    activity, alone, over_sockets, raw = [], [], [], []
     for number in range(args.runs):
         folder = Path(tempfile.mkdtemp(prefix="shuffle-perf-"))
         try:
             with LocalSystem(folder) as system, system.connect() as state:
                 counted = "examples.activity:DeclaredCountByUser"
                 activity.append(measure(system, state, f"activity-{number}", counted, args.rows, args.seed))
-                alone.append(
-                    measure(system, state, f"alone-{number}", "perf.throughput:KeepNothing", args.rows, args.seed)
+                keep_nothing = "perf.throughput:KeepNothing"
+                alone.append(measure(system, state, f"alone-{number}", keep_nothing, args.rows, args.seed))
+                over_sockets.append(
+                    measure(system, state, f"sockets-{number}", keep_nothing, args.rows, args.seed, share_memory=False)
                 )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -203,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "reducers": REDUCERS,
         "activity": summary(activity),
         "alone": summary(alone),
+        "over_sockets": summary(over_sockets),
+        "flight_ratio_over_sockets": report.median(run.mb_per_s for run in over_sockets) / report.median(raw),
         "raw_flight_mb_per_s": report.spread(raw),
         "activity_over_flight": bars["mb_per_s"] / report.median(raw),
     }

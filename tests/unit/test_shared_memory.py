@@ -1,0 +1,219 @@
+"""Rows between two processes of one machine: what is put is taken, whole or not at all; the rest goes over the wire."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from mapper.core import MappedBatch, MapperCore
+from mapper.mapping import cut
+from mapper.serve import OUTBOX_BYTES_MIN, SHARED_OF_WINDOW, MapperServer, SharedCore
+from reducer.stream import RowStream
+from shuffle import flight, shared_memory
+from shuffle.errors import BadInput
+from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
+from shuffle.messages import GetRows, SharedRows
+from shuffle.shared_memory import BYTES_MIN, Inbox, Note, NotShared, Outbox
+
+pytestmark = pytest.mark.skipif(shared_memory.machine() is None, reason="memory cannot be shared like this here")
+
+SCHEMA = pa.schema([("n", pa.int64()), ("s", pa.string())])
+ROWS = 100_000
+
+
+def batch(begin: int, count: int) -> pa.RecordBatch:
+    numbers = range(begin, begin + count)
+    return pa.record_batch([pa.array(numbers, pa.int64()), pa.array([f"row {n}" for n in numbers])], schema=SCHEMA)
+
+
+@pytest.fixture
+def outbox() -> Iterator[Outbox]:
+    made = Outbox(1 << 20)
+    yield made
+    made.close()
+
+
+def put(outbox: Outbox, *batches: pa.RecordBatch) -> Note:
+    note = outbox.put(batches)
+    assert note is not None
+    return note
+
+
+def test_batches_are_taken_as_they_were_put_and_outlive_the_next_ones(outbox: Outbox) -> None:
+    inbox = Inbox()
+    whole = batch(0, 1000)
+    first = inbox.take(put(outbox, whole, whole.slice(10, 5)))
+    second = inbox.take(put(outbox, batch(5000, 2000)))
+    assert [rows.to_pylist() for rows in first] == [whole.to_pylist(), whole.slice(10, 5).to_pylist()]
+    assert second[0].equals(batch(5000, 2000))
+    outbox.close()
+    inbox.close()
+    assert first[0].equals(whole)
+
+
+def test_what_does_not_fit_is_not_put(outbox: Outbox) -> None:
+    assert outbox.put([batch(0, 200_000)]) is None
+    many = [batch(n, 1) for n in range(9_000)]
+    assert sum(one.nbytes for one in many) < outbox.bytes_max
+    assert outbox.put(many) is None, "the rows fit, and what Arrow writes around them does not"
+    assert Inbox().take(put(outbox, batch(0, 3)))[0].num_rows == 3
+
+
+def test_another_process_takes_them(outbox: Outbox) -> None:
+    note = put(outbox, batch(7, 3))
+    code = f"from shuffle.shared_memory import *; print(Inbox().take({note!r})[0].column(0).to_pylist())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[7, 8, 9]"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"inode": 1}, {"fd": 9999}, {"pid": 2**22 + 1}, {"size_bytes": 1 << 40}, {"size_bytes": 0}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_note_about_something_else_is_told_apart(outbox: Outbox, wrong: dict[str, int]) -> None:
+    note = put(outbox, batch(0, 3))
+    with pytest.raises(NotShared):
+        Inbox().take(replace(note, **wrong))
+
+
+def test_nothing_is_left_open(outbox: Outbox) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        other = Outbox(1 << 20)
+        Inbox().take(put(other, batch(0, 3)))
+        other.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_note_survives_its_codec_and_nonsense_does_not() -> None:
+    rows = SharedRows(Note(1, 2, 3, 4), (ShuffleIndex(5), ShuffleIndex(6)))
+    assert SharedRows.decode(rows.encode()) == rows
+    for nonsense in (b"@", b"@[1,2]", b'@["x",2,3,4,5]', b"@7"):
+        with pytest.raises(BadInput):
+            SharedRows.decode(nonsense)
+
+
+# ---- by way of GetRows ----------------------------------------------------------------------------------------------
+
+
+class Served:
+    def __init__(self, memory_bytes: int = 1 << 30) -> None:
+        core = MapperCore(Guid("g"), MapperIndex(0), 1, memory_bytes)
+        shared = SharedCore(core, 1)
+        rows = pa.Table.from_batches([batch(0, ROWS)])
+        shared.ingest(None, ROWS, Token(b"t"), MappedBatch(SCHEMA, ROWS, cut(rows, np.zeros(ROWS, np.int64), 1)))
+        self.server = MapperServer(shared)
+        self.client = flight.connect(self.server.address)
+
+    def stream(self, share_memory: bool = True) -> RowStream:
+        return RowStream(self.client, "mapper 0", share_memory)
+
+    def close(self) -> None:
+        self.client.close()
+        assert self.server.close()
+
+
+@pytest.fixture
+def mapper() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[Note]:
+    """Every note that an inbox was given."""
+    notes: list[Note] = []
+    original = Inbox.take
+
+    def take(self: Inbox, note: Note) -> list[pa.RecordBatch]:
+        notes.append(note)
+        return original(self, note)
+
+    monkeypatch.setattr(Inbox, "take", take)
+    return notes
+
+
+def numbers(stream: RowStream, rows_max: int = 40_000) -> list[int]:
+    """All rows of the mapper, by as many answers as it takes; each must end where it says."""
+    found: list[int] = []
+    while len(found) < ROWS:
+        cursor = ShuffleIndex(len(found) - 1)
+        request = GetRows(Guid("g"), ReducerIndex(0), ShuffleIndex(-1), cursor, rows_max, 16 << 20)
+        answer = stream.get_rows(request, 10)
+        assert answer
+        for rows, last in answer:
+            found.extend(rows.column(0).to_pylist())
+            assert last == found[-1]
+    return found
+
+
+def test_large_answers_come_through_memory(mapper: Served, taken: list[Note]) -> None:
+    stream = mapper.stream()
+    assert numbers(stream) == list(range(ROWS))
+    assert len({(note.pid, note.fd, note.inode) for note in taken}) == 1
+    assert len(taken) == 3
+    stream.close()
+
+
+def test_small_answers_and_those_of_other_machines_come_over_the_wire(
+    mapper: Served, taken: list[Note], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = mapper.stream()
+    assert numbers(stream, rows_max=BYTES_MIN // 40) == list(range(ROWS))
+    unwilling = mapper.stream(share_memory=False)
+    assert numbers(unwilling) == list(range(ROWS))
+    monkeypatch.setattr("reducer.stream.machine", lambda: "another")
+    stranger = mapper.stream()
+    assert numbers(stranger) == list(range(ROWS))
+    assert taken == []
+    for one in (stream, unwilling, stranger):
+        one.close()
+
+
+def test_memory_that_cannot_be_opened_costs_one_question(mapper: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def refused(note: Note) -> None:
+        tried.append(note)
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(shared_memory, "_open", refused)
+    stream = mapper.stream()
+    assert numbers(stream) == list(range(ROWS))
+    assert len(tried) == 1
+    stream.close()
+
+
+def test_more_exchanges_than_reducers_get_no_memory(mapper: Served, taken: list[Note]) -> None:
+    first, second = mapper.stream(), mapper.stream()
+    assert numbers(first) == list(range(ROWS))
+    assert len(taken) == 3
+    assert numbers(second) == list(range(ROWS))
+    assert len(taken) == 3, "the first one holds it"
+    first.close()
+    second.close()
+
+
+def test_small_window_has_little_memory_to_share(taken: list[Note]) -> None:
+    served = Served(memory_bytes=SHARED_OF_WINDOW * OUTBOX_BYTES_MIN)
+    stream = served.stream()
+    assert numbers(stream, rows_max=ROWS) == list(range(ROWS))
+    assert len(taken) >= 2, "answers are cut to what fits"
+    stream.close()
+    served.close()
+    taken.clear()
+    smaller = Served(memory_bytes=SHARED_OF_WINDOW * OUTBOX_BYTES_MIN - SHARED_OF_WINDOW)
+    stream = smaller.stream()
+    assert numbers(stream, rows_max=ROWS) == list(range(ROWS))
+    assert taken == []
+    stream.close()
+    smaller.close()

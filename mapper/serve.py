@@ -256,7 +256,7 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
         self._shared = shared
         reducers = shared.reducer_count
         self._outbox_bytes = min(SHARED_BYTES_MAX, shared.core.memory_bytes_max // SHARED_OF_WINDOW) // reducers
-        self._outboxes_left = threading.Semaphore(reducers if self._outbox_bytes >= OUTBOX_BYTES_MIN else 0)
+        self._outboxes_left = reducers if self._outbox_bytes >= OUTBOX_BYTES_MIN else 0
         self._status = status or shared.status
         self._on_served = on_served
         host = listen.rpartition(":")[0].rpartition("//")[2] or "127.0.0.1"
@@ -295,7 +295,7 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
     @contextmanager
     def _shared_rows(self) -> Iterator[Outbox | None]:
         """Memory for the answers of one exchange; None: there are more exchanges than reducers, and these have it."""
-        if not self._outboxes_left.acquire(blocking=False):
+        if not self._has_outbox():
             yield None
             return
         outbox = Outbox(self._outbox_bytes)
@@ -303,7 +303,17 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
             yield outbox
         finally:
             outbox.close()
-            self._outboxes_left.release()
+            with self._shared.lock:
+                self._outboxes_left += 1
+
+    def _has_outbox(self) -> bool:
+        if not self._outboxes_left:
+            return False
+        with self._shared.lock:
+            if self._outboxes_left:
+                self._outboxes_left -= 1
+                return True
+        return False
 
     def _answer_all(self, context: Any, reader: Any, writer: Any, outbox: Outbox | None) -> None:
         begun_with: pa.Schema | None = None

@@ -99,6 +99,8 @@ class MapperCore:
         self.guid = guid
         self.mapper_index = mapper_index
         self.memory_bytes_max = memory_bytes_max
+        self.reserved_bytes = 0
+        """Of that limit, for others than the window: memory shared with reducers (``serve``)."""
         self.schema: pa.Schema | None = None
         """Of the mapped rows; unknown until the first batch was mapped."""
         self._reducer_count = reducer_count
@@ -135,7 +137,7 @@ class MapperCore:
     @property
     def wants_input(self) -> bool:
         """Whether there is room for another batch. The one batch that is being mapped may go over the limit."""
-        return self.nbytes < self.memory_bytes_max
+        return self.nbytes + self.reserved_bytes < self.memory_bytes_max
 
     @property
     def nbytes(self) -> int:

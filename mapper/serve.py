@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ JOIN_BYTES_MAX = 1 * MIB
 """Adjacent batches are joined up to this size. Below it the cost of a message outweighs that of a copy."""
 
 SHARED_BYTES_MAX = 32 * MIB
-"""Memory for answers to reducers on this machine, for all of them together; on top of the window's limit."""
+"""Memory for answers to reducers on this machine, for all of them together. It is taken off the window's limit."""
 
 SHARED_OF_WINDOW = 4
 """And not more than the window's limit divided by this."""
@@ -289,33 +289,30 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
         """GetRows, again and again on one stream (see ``messages``), while the answers have the schema of the first."""
         if descriptor.command != ROWS_EXCHANGE:
             raise BadInput(f"unknown exchange {descriptor.command!r}: mapper and reducer are of different versions")
-        with self._shared_rows() as outbox:
-            self._answer_all(context, reader, writer, outbox)
+        with ExitStack() as stack:
+            self._answer_all(context, reader, writer, stack)
 
-    @contextmanager
-    def _shared_rows(self) -> Iterator[Outbox | None]:
+    def _outbox(self, stack: ExitStack) -> Outbox | None:
         """Memory for the answers of one exchange; None: there are more exchanges than reducers, and these have it."""
-        if not self._has_outbox():
-            yield None
-            return
-        outbox = Outbox(self._outbox_bytes)
-        try:
-            yield outbox
-        finally:
-            outbox.close()
-            with self._shared.lock:
-                self._outboxes_left += 1
-
-    def _has_outbox(self) -> bool:
         if not self._outboxes_left:
-            return False
+            return None
         with self._shared.lock:
-            if self._outboxes_left:
-                self._outboxes_left -= 1
-                return True
-        return False
+            if not self._outboxes_left:
+                return None
+            self._outboxes_left -= 1
+            self._shared.core.reserved_bytes += self._outbox_bytes
+        outbox = Outbox(self._outbox_bytes)
+        stack.callback(self._give_back, outbox)
+        return outbox
 
-    def _answer_all(self, context: Any, reader: Any, writer: Any, outbox: Outbox | None) -> None:
+    def _give_back(self, outbox: Outbox) -> None:
+        outbox.close()
+        with self._shared.lock:
+            self._outboxes_left += 1
+            self._shared.core.reserved_bytes -= self._outbox_bytes
+
+    def _answer_all(self, context: Any, reader: Any, writer: Any, stack: ExitStack) -> None:
+        outbox: Outbox | None = None
         begun_with: pa.Schema | None = None
         has_begun = False
         while True:
@@ -328,8 +325,10 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
             shares = False
             try:
                 request = GetRows.decode(b"" if ticket is None else bytes(ticket))
-                shares = outbox is not None and request.machine is not None and request.machine == machine()
-                if outbox is not None and shares and request.to_row_index is None:
+                shares = request.machine is not None and request.machine == machine()
+                if shares and outbox is None:
+                    outbox = self._outbox(stack)
+                if shares and outbox is not None and request.to_row_index is None:
                     request = replace(request, max_bytes=min(request.max_bytes, outbox.bytes_max))
                 schema, rows = self._rows(request, context)
             except ShuffleError as refused:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from shuffle import flight
 from shuffle.errors import BadInput, CommitUnknown, Expired, ShuffleError, StoreUnavailable
 from shuffle.limits import MIB, WAIT_MS_MAX
-from statestore.buffers import Binary
+from statestore.buffers import Binary, bytes_of
 from statestore.control_client import ControlClient, StoreInfo
 from statestore.disk import map_range
 from statestore.folder import served_at
@@ -37,8 +37,10 @@ T = TypeVar("T")
 TIMEOUT_S_DEFAULT = 30.0
 """How long a call waits for its answer, beyond any wait it asks for itself."""
 
-COMMIT_BYTES_PER_S = 8 * MIB
-"""A large commit may take longer: it is sent, written and synced at least this fast."""
+BYTES_PER_S = 8 * MIB
+KEYS_PER_S = 20_000
+"""A large question may take longer: what it brings is sent, looked up, written and synced at least this fast. Keys that
+are in nobody's cache take the store tens of microseconds each."""
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -114,7 +116,7 @@ class RemoteStore:
 
     def _ask(self, header: Header, rows: Rows | None = None, wait_ms: int = 0) -> Answer:
         """A question that may be asked twice: once more when the daemon went away, since it may be back."""
-        timeout_s = self._timeout_s + wait_ms / 1000
+        timeout_s = self._timeout_s + _work_s(rows) + wait_ms / 1000
         return self._twice(lambda: self._ask_once(header, rows, timeout_s))
 
     def _twice(self, ask: Callable[[], T]) -> T:
@@ -258,7 +260,7 @@ class RemoteStore:
         if moment is not None:
             header |= {"session": self._session_id, "moment": moment.moment_id}
         try:
-            answer, _ = self._ask_once(header, rows, self._timeout_s + request.size_bytes() / COMMIT_BYTES_PER_S)
+            answer, _ = self._ask_once(header, rows, self._timeout_s + _work_s(rows))
         except NothingSent as error:
             raise StoreUnavailable(f"{error}: nothing was committed", address=self._address) from None
         except StoreUnavailable as error:
@@ -368,6 +370,11 @@ class RemoteStore:
         self._streams.close()
         self._sockets.close()
         self._control.close()
+
+
+def _work_s(rows: Rows | None) -> float:
+    """How much longer the answer may take for what the question brings with it."""
+    return 0.0 if rows is None else len(rows[0]) / KEYS_PER_S + sum(map(bytes_of, rows)) / BYTES_PER_S
 
 
 def _target(address: str) -> str:

@@ -8,10 +8,12 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -226,6 +228,21 @@ def test_answer_that_never_came_is_unknown_and_a_daemon_that_was_not_asked_is_un
         threading.Event().wait(0.1)
         with pytest.raises(StoreUnavailable, match="nothing was committed"):
             put(client, 3)
+
+
+def test_a_large_question_is_waited_for_longer_than_a_small_one(tmp_path: Path) -> None:
+    """A worker's lookup of very many keys once took longer than its patience, and was asked again for ever."""
+    rows = pa.table({"k": np.arange(300_000), "v": np.arange(300_000)})
+    with StoreProcess(tmp_path / "state") as daemon, StateClient.connect(daemon.address) as client:
+        client.create_table("t", key=pa.schema([("k", pa.int64())]), value=pa.schema([("v", pa.int64())]))
+        with StateClient.connect(daemon.address, timeout_s=0.1) as impatient:
+            begin_s = time.monotonic()
+            with impatient.transaction() as tx:
+                assert tx.lookup("t", rows.select(["k"])).num_rows == 0
+                tx.write("t", rows)
+                tx.commit()
+            assert impatient.lookup("t", rows.select(["k"])).num_rows == rows.num_rows
+            assert time.monotonic() - begin_s > 0.3, "or nothing was proved: take more rows"
 
 
 # --- rows of queues, which the daemon sends from its files ---

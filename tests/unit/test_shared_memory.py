@@ -14,13 +14,14 @@ import pytest
 
 from mapper.core import MappedBatch, MapperCore
 from mapper.mapping import cut
-from mapper.serve import OUTBOX_BYTES_MIN, SHARED_OF_WINDOW, MapperServer, SharedCore
+from mapper.serve import OUTBOX_BYTES_MIN, SHARED_BYTES_MAX, SHARED_OF_WINDOW, MapperServer, SharedCore
 from reducer.stream import RowStream
 from shuffle import flight, shared_memory
 from shuffle.errors import BadInput
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.messages import GetRows, SharedRows
 from shuffle.shared_memory import BYTES_MIN, Inbox, Note, NotShared, Outbox
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(shared_memory.machine() is None, reason="memory cannot be shared like this here")
 
@@ -110,6 +111,7 @@ class Served:
         shared = SharedCore(core, 1)
         rows = pa.Table.from_batches([batch(0, ROWS)])
         shared.ingest(None, ROWS, Token(b"t"), MappedBatch(SCHEMA, ROWS, cut(rows, np.zeros(ROWS, np.int64), 1)))
+        self.core = core
         self.server = MapperServer(shared)
         self.client = flight.connect(self.server.address)
 
@@ -199,8 +201,10 @@ def test_more_exchanges_than_reducers_get_no_memory(mapper: Served, taken: list[
     assert len(taken) == 3
     assert numbers(second) == list(range(ROWS))
     assert len(taken) == 3, "the first one holds it"
+    assert mapper.core.reserved_bytes == SHARED_BYTES_MAX, "and the window has so much less"
     first.close()
     second.close()
+    wait_until(lambda: mapper.core.reserved_bytes == 0)
 
 
 def test_small_window_has_little_memory_to_share(taken: list[Note]) -> None:

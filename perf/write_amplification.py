@@ -224,7 +224,9 @@ def account(system: LocalSystem, state: StateClient, scenario: Scenario) -> Acco
     # Controller, mappers and reducers have nothing else to write than their logs.
     found.kinds["workers_logs"] = sum(size for role, size in found.roles.items() if role != "store")
     found.kinds["not_attributable"] = found.total_bytes - sum(found.kinds.values())
-    forget(state, name, name, scenario.table)
+    forget(state, name, name)
+    if scenario.table:
+        state.drop_table(scenario.table)
     return found
 
 

@@ -13,7 +13,8 @@ from mapper.spill_store import spill_queue
 from shuffle import flight
 from shuffle.config import load_spec
 from shuffle.controller import spilled_partitions
-from tests.process.test_mapper_daemon import World, until
+from tests.process.test_mapper_daemon import World
+from tests.waiting import wait_until
 
 ROWS = 6_000
 PAD = 800
@@ -131,10 +132,10 @@ def world(tmp_path: Path) -> Iterator[SpillWorld]:
 
 def check_exact(world: SpillWorld) -> None:
     """The reducer comes back: everything is there, in order, once committed nothing is left of the spill."""
-    until("all is committed and trimmed", lambda: world.is_drained(ROWS))
+    wait_until(lambda: world.is_drained(ROWS), "all is committed and trimmed")
     assert [sorted(got) for got in world.got] == world.wanted
-    until("the spill is empty", lambda: not world.left())
-    until("its files are gone", lambda: not spill_files(world))
+    wait_until(lambda: not world.left(), "the spill is empty")
+    wait_until(lambda: not spill_files(world), "its files are gone")
 
 
 def spill_files(world: SpillWorld) -> list[str]:
@@ -144,7 +145,7 @@ def spill_files(world: SpillWorld) -> list[str]:
 
 def test_others_go_on_while_a_reducer_is_away_and_it_catches_up(world: SpillWorld) -> None:
     mapper = world.start_mapper()
-    until("the others have committed everything", world.others_are_done)
+    wait_until(world.others_are_done, "the others have committed everything")
     assert world.spilled_ever() > 0
     buckets = world.status()["buckets"]
     assert isinstance(buckets, list)
@@ -165,17 +166,17 @@ def check_log(world: SpillWorld, mapper: subprocess.Popen[bytes]) -> None:
     assert [line["reducer"] for line in begun] == [AWAY]
     assert begun[0]["rows"] > 0
     assert begun[0]["bytes"] > 0
-    until("it says that it has caught up", lambda: "caught up" in world.log(mapper))
+    wait_until(lambda: "caught up" in world.log(mapper), "it says that it has caught up")
 
 
 @pytest.mark.parametrize("point", WRITING)
 def test_mapper_killed_while_it_spills(world: SpillWorld, point: str) -> None:
     dying = world.start_dying(point)
-    until("it dies", lambda: world.step_without() or dying.poll() is not None)  # type: ignore[attr-defined,func-returns-value]
+    wait_until(lambda: world.step_without() or dying.poll() is not None, "it dies")  # type: ignore[attr-defined,func-returns-value]
     assert dying.wait(10) == -9, world.log(dying)  # type: ignore[attr-defined,arg-type]
     world.rewind(1 - AWAY)
     world.start_mapper()
-    until("the others have committed everything", world.others_are_done)
+    wait_until(world.others_are_done, "the others have committed everything")
     assert world.spilled_ever() > 0
     check_exact(world)
 
@@ -183,11 +184,11 @@ def test_mapper_killed_while_it_spills(world: SpillWorld, point: str) -> None:
 @pytest.mark.parametrize("point", READING)
 def test_mapper_killed_while_a_reducer_catches_up(world: SpillWorld, point: str) -> None:
     first = world.start_mapper()
-    until("the others have committed everything", world.others_are_done)
+    wait_until(world.others_are_done, "the others have committed everything")
     first.kill()
     first.wait(10)
     dying = world.start_dying(point)
-    until("it dies", lambda: world.step() < -1 or dying.poll() is not None)  # type: ignore[attr-defined]
+    wait_until(lambda: world.step() < -1 or dying.poll() is not None, "it dies")  # type: ignore[attr-defined]
     assert dying.wait(10) == -9, world.log(dying)  # type: ignore[attr-defined,arg-type]
     for reducer in (0, 1):
         world.rewind(reducer)
@@ -198,6 +199,6 @@ def test_mapper_killed_while_a_reducer_catches_up(world: SpillWorld, point: str)
 @pytest.mark.long
 def test_two_instances_spill_and_each_row_is_spilled_once(world: SpillWorld) -> None:
     twins = [world.start_mapper(), world.start_mapper()]
-    until("the others have committed everything", world.others_are_done)
+    wait_until(world.others_are_done, "the others have committed everything")
     assert all(twin.poll() is None for twin in twins), [world.log(twin) for twin in twins]
     check_exact(world)

@@ -345,15 +345,14 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
             if not rows:
                 writer.write_metadata(NO_ROWS)
                 continue
-            if outbox is None or not shares or not self._share(writer, outbox, rows):
+            nbytes = sum(served.rows.nbytes for served in rows)
+            if outbox is None or not shares or nbytes < BYTES_MIN or not self._share(writer, outbox, rows):
                 for served, more in _with_more(joined(rows)):
                     writer.write_with_metadata(served.rows, BatchTail(served.last_row_index, more).encode())
-            self._on_served(sum(served.rows.num_rows for served in rows), sum(served.rows.nbytes for served in rows))
+            self._on_served(sum(served.rows.num_rows for served in rows), nbytes)
 
     def _share(self, writer: Any, outbox: Outbox, rows: list[ServedBatch]) -> bool:
-        """Answer by way of shared memory, if there are enough rows for that and not too many."""
-        if sum(served.rows.nbytes for served in rows) < BYTES_MIN:
-            return False
+        """Answer by way of shared memory, unless there are too many rows for it."""
         batches = list(joined(rows))
         note = outbox.put([served.rows for served in batches])
         if note is None:

@@ -8,10 +8,11 @@ import select
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
+
+from tests import waiting
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S_MAX = 30.0
@@ -30,11 +31,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
 
-def wait_until(true: Callable[[], bool], what: str, wait_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + wait_s
-    while not true():
-        assert time.monotonic() < deadline_s, f"not within {wait_s} s: {what}"
-        time.sleep(0.01)
+wait_until = partial(waiting.wait_until, wait_s=20.0)
 
 
 def run_store(path: Path, listen: str = "127.0.0.1:0", wait_s: float = START_S_MAX) -> subprocess.CompletedProcess[str]:

@@ -9,12 +9,16 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from shuffle.supervisor import EXIT_USER_CODE, Child, RestartPolicy, Supervisor
-from tests.waiting import wait_until
+from tests import waiting
+
+WAIT_S = 30.0
+wait_until = partial(waiting.wait_until, wait_s=WAIT_S)
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from shuffle.discovery import MapperAddress, MapperDirectory, Membership, arrang
 from shuffle.errors import StoreUnavailable
 from shuffle.ids import Guid, MapperIndex
 from statestore import Member, StateClient
-from tests.waiting import WAIT_S, wait_until
+from tests import waiting
+
+WAIT_S = 10.0
+wait_until = partial(waiting.wait_until, wait_s=WAIT_S)
 
 
 @pytest.fixture

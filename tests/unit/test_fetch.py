@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,10 @@ from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token, ne
 from shuffle.messages import GetRows
 from shuffle.metrics import ReducerMetrics
 from statestore import StateClient
-from tests.waiting import wait_until
+from tests import waiting
+
+WAIT_S = 10.0
+wait_until = partial(waiting.wait_until, wait_s=WAIT_S)
 
 SCHEMA = pa.schema([("v", pa.int64())])
 LIMITS = Limits(

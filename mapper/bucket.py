@@ -142,14 +142,22 @@ def with_metadata(
 
 
 def fit(rows: pa.RecordBatch, max_bytes: int) -> pa.RecordBatch:
-    """The longest prefix of ``rows`` of at most ``max_bytes``, by halving: rows may differ much in size."""
-    if rows.nbytes <= max_bytes:
+    """A prefix of ``rows`` of at most ``max_bytes``: the longest, or one that leaves a 64th of them at most.
+
+    The first guess takes rows to be alike and most often does; if they differ much in size, the rest is halving.
+    """
+    size_bytes = rows.nbytes
+    if size_bytes <= max_bytes:
         return rows
     fits, too_many = 0, rows.num_rows
+    middle = max(1, too_many * max_bytes * 127 // (size_bytes * 128))
     while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if rows.slice(0, middle).nbytes <= max_bytes:
-            fits = middle
-        else:
+        size_bytes = rows.slice(0, middle).nbytes
+        if size_bytes > max_bytes:
             too_many = middle
+        else:
+            fits = middle
+            if (max_bytes - size_bytes) * 64 <= max_bytes:
+                break
+        middle = (fits + too_many) // 2
     return rows.slice(0, fits)

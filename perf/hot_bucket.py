@@ -29,17 +29,17 @@ import pyarrow as pa
 from examples.activity import COLUMNS, KEY_COLUMNS, TABLE, CountByUser
 from examples.local import LocalSystem
 from perf import report
-from perf.straggler import (
-    BATCH_ROWS,
+from perf.progress import Buckets, committed_by_reducer
+from perf.straggler_parts import (
     MAPPERS,
-    MEMORY_BYTES,
+    MB,
     POLL_S,
     PROCESSOR,
     REDUCERS,
     TIMEOUT_S,
-    Indexes,
     Workers,
-    spill_bytes,
+    wait_for_empty_spill,
+    write_spec,
 )
 from perf.workload import SCHEMA, Workload, difference, oracle_part, oracle_sum
 from shuffle import hash_partition
@@ -59,7 +59,6 @@ EVEN_S, HOT_S = 10.0, 20.0
 SETTLE_S = 2.0
 """After a change, this long is not counted."""
 BATCHES_PER_MAPPER = 4
-MB = 1e6
 
 
 class PacedCount(CountByUser):
@@ -88,14 +87,14 @@ class Input:
             for mapper in range(MAPPERS)
         ]
         self._hot = [[_heated(batch) for batch in batches] for batches in self._even]
-        self.indexes = Indexes()
+        self.buckets = Buckets(MAPPERS, REDUCERS, KEY_COLUMNS)
         parts = []
         for mapper in range(MAPPERS):
             for number in range(self.appends):
                 batch = self.batch(mapper, number)
-                self.indexes.add(mapper, batch)
+                self.buckets.add(mapper, batch)
                 parts.append(oracle_part(batch))
-        self.indexes.close()
+        self.buckets.close()
         self.oracle = oracle_sum(parts)
 
     def batch(self, mapper: int, number: int) -> pa.Table:
@@ -186,7 +185,7 @@ class Run:
             spilled = self._state.scan(f"{PROCESSOR}/spills").read_all().to_pylist()
             hot_behind = self._total(HOT) - self._committed()[HOT]
             self._wait_for(lambda: sum(self._committed()) == sum(map(self._total, range(REDUCERS))))
-            left_bytes = self._wait_for_empty_spill()
+            left_bytes = wait_for_empty_spill(self._state, self._folder)
             peak_bytes = workers.peak_bytes
         finally:
             feeder.close()
@@ -217,27 +216,11 @@ class Run:
     def _spec(self) -> Path:
         hot_per_s = self._options.rows_per_s / REDUCERS * HOT_TIMES
         config = {"paced_index": HOT, "rows_per_s": TAKEN_SHARE * hot_per_s}
-        return self._system.write_spec(
-            {
-                "processor": PROCESSOR,
-                "input": {"queue": "logs"},
-                "mapper": {
-                    "class": "examples.activity:ParseLogs",
-                    "memory": MEMORY_BYTES,
-                    "batch_rows_max": BATCH_ROWS,
-                    "batch_bytes_max": "4MiB",
-                },
-                "reducer": {"class": "perf.hot_bucket:PacedCount", "count": REDUCERS, "config": config},
-                "spill": False if self._options.without_spill else {"compression": "none"},
-                "metrics": False,
-            }
-        )
+        reducer = {"class": "perf.hot_bucket:PacedCount", "config": config}
+        return write_spec(self._system, reducer, False if self._options.without_spill else {"compression": "none"})
 
     def _start(self) -> None:
-        for index in range(MAPPERS):
-            self._workers.start("mapper", index)
-        for index in range(REDUCERS):
-            self._workers.start("reducer", index)
+        self._workers.start_all()
         groups = [f"{PROCESSOR}/mappers", f"{PROCESSOR}/reducers"]
         self._wait_for(lambda: sum(len(self._state.leases.members(group)) for group in groups) == MAPPERS + REDUCERS)
 
@@ -250,10 +233,10 @@ class Run:
             time.sleep(POLL_S)
 
     def _committed(self) -> list[int]:
-        return self._input.indexes.committed(self._state)
+        return committed_by_reducer(self._state, PROCESSOR, self._input.buckets)
 
     def _total(self, reducer: int) -> int:
-        return self._input.indexes.total(reducer)
+        return self._input.buckets.rows_of(reducer)
 
     def _others(self) -> int:
         return sum(rows for reducer, rows in enumerate(self._committed()) if reducer != HOT)
@@ -267,12 +250,6 @@ class Run:
         begin_s, begin = time.monotonic(), self._others()
         self._wait_for(done)
         return (self._others() - begin) / (time.monotonic() - begin_s)
-
-    def _wait_for_empty_spill(self) -> int:
-        deadline_s = time.monotonic() + 15
-        while spill_bytes(self._state, self._folder) and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
-        return spill_bytes(self._state, self._folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,6 +21,10 @@ from shuffle.errors import ShuffleError
 from statestore import StateClient
 
 POLL_S = 0.1
+"""Between two looks at the positions. Each look is a call to the store, which has the same cores as the rows."""
+POLL_END_S = 0.01
+"""The same near the end, of which the time is wanted exactly."""
+NEAR_END = 0.9
 RUN_TIMEOUT_S = 300.0
 
 
@@ -43,7 +47,7 @@ class Buckets:
         indexes = hash_partition(batch, by=self._key, reducers=self._reducers).partition_indexes
         for reducer in range(self._reducers):
             found = np.flatnonzero(indexes == reducer) + self._ends[mapper]
-            self._parts.setdefault((mapper, reducer), []).append(found)
+            self._parts.setdefault((mapper, reducer), []).append(found.astype(np.uint32))
         self._ends[mapper] += batch.num_rows
 
     def close(self) -> Buckets:
@@ -55,15 +59,22 @@ class Buckets:
     def rows(self) -> int:
         return sum(self._ends)
 
+    def rows_of(self, reducer: int) -> int:
+        return sum(len(indexes) for (_, owner), indexes in self._indexes.items() if owner == reducer)
+
     def committed(self, table: pa.Table) -> int:
         """Rows committed according to the reducers' table."""
-        total = 0
+        return sum(self.committed_by_reducer(table))
+
+    def committed_by_reducer(self, table: pa.Table) -> list[int]:
+        found = [0] * self._reducers
         for row in table.to_pylist():
-            last = np.frombuffer(row["committed_row_indices"], dtype="<i8")
-            for mapper, index in enumerate(last):
-                indexes = self._indexes.get((mapper, row["reducer_index"]))
-                total += 0 if indexes is None else int(np.searchsorted(indexes, index, side="right"))
-        return total
+            reducer = row["reducer_index"]
+            for mapper, last in enumerate(np.frombuffer(row["committed_row_indices"], dtype="<i8")):
+                indexes = self._indexes.get((mapper, reducer))
+                if indexes is not None and last >= 0:
+                    found[reducer] += int(np.searchsorted(indexes, np.uint32(last), side="right"))
+        return found
 
 
 @dataclass(frozen=True)
@@ -113,7 +124,7 @@ def watched(
             if first is None:
                 first = last
                 on_first()
-        time.sleep(POLL_S)
+        time.sleep(POLL_END_S if done >= NEAR_END * buckets.rows else POLL_S)
     if controller.returncode != 0:
         raise ShuffleError(f"{name} ended with {controller.returncode}:\n{system.log_tail(name, 30)}")
     done = committed(state, name, buckets)
@@ -125,12 +136,17 @@ def watched(
 
 
 def committed(state: StateClient, processor: str, buckets: Buckets) -> int:
+    return sum(committed_by_reducer(state, processor, buckets))
+
+
+def committed_by_reducer(state: StateClient, processor: str, buckets: Buckets) -> list[int]:
     try:
-        return buckets.committed(state.scan(f"{processor}/reducers").read_all())
+        positions = state.scan(f"{processor}/reducers").read_all()
     except ShuffleError as error:
-        if error.code == "unknown_table":  # the controller has not created it yet
-            return 0
-        raise
+        if error.code != "unknown_table":
+            raise
+        positions = pa.table({})  # the controller has not created it yet
+    return buckets.committed_by_reducer(positions)
 
 
 def fill_with(state: StateClient, queue: str, schema: pa.Schema, batches: Iterable[tuple[int, pa.Table]]) -> int:

@@ -16,15 +16,12 @@ With ``--kill-mappers`` mappers are killed at random from the moment the reducer
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,122 +32,35 @@ from examples.activity import COLUMNS, KEY_COLUMNS, TABLE
 from examples.generate import fill
 from examples.local import LocalSystem
 from mapper.spill import SpillEnd, SpillPart, decode_batch, decode_heads, encode
-from mapper.spill_store import spill_queue
 from perf import report
+from perf.progress import Buckets, committed_by_reducer
+from perf.straggler_parts import (
+    BATCH_ROWS,
+    MAPPERS,
+    MB,
+    MEMORY_BYTES,
+    POLL_S,
+    PROCESSOR,
+    REDUCERS,
+    TIMEOUT_S,
+    Workers,
+    spill_bytes,
+    wait_for_empty_spill,
+    write_spec,
+)
 from perf.workload import Workload, difference, oracle_part, oracle_sum
-from shuffle import hash_partition
 from shuffle.discovery import mappers_group
 from shuffle.errors import ShuffleError
 from shuffle.ids import NOTHING_COMMITTED
 from statestore import StateClient
 
-MAPPERS, REDUCERS, AWAY = 4, 8, 3
+AWAY = 3
 ROWS_DEFAULT = 30_000_000
 """On a machine that takes a million rows a second, the reducer is then away for twice as long as it was there."""
-MEMORY_BYTES = 16 << 20
-BATCH_ROWS = 20_000
 STOP_AFTER_S = 10.0
 SETTLE_S = 1.0
 """After a change, this long is not counted: what was under way belongs to neither side."""
-POLL_S = 0.1
 KILL_EVERY_S = 3.0
-TIMEOUT_S = 400.0
-MB = 1e6
-PROCESSOR = "straggler"
-
-
-class Indexes:
-    """The shuffle indexes of the rows between each mapper and reducer: says how many rows are committed."""
-
-    def __init__(self) -> None:
-        self._parts: dict[tuple[int, int], list[Any]] = {}
-        self._ends = [0] * MAPPERS
-        self._found: dict[tuple[int, int], Any] = {}
-
-    def add(self, mapper: int, batch: pa.Table) -> None:
-        indexes = hash_partition(batch, by=KEY_COLUMNS, reducers=REDUCERS).partition_indexes
-        for reducer in range(REDUCERS):
-            found = (np.flatnonzero(indexes == reducer) + self._ends[mapper]).astype(np.uint32)
-            self._parts.setdefault((mapper, reducer), []).append(found)
-        self._ends[mapper] += batch.num_rows
-
-    def close(self) -> None:
-        self._found = {pair: np.concatenate(parts) for pair, parts in self._parts.items()}
-        self._parts.clear()
-
-    def total(self, reducer: int) -> int:
-        return sum(len(self._found[mapper, reducer]) for mapper in range(MAPPERS))
-
-    def committed(self, state: StateClient) -> list[int]:
-        """Per reducer: its rows that are committed."""
-        found = [0] * REDUCERS
-        try:
-            rows = state.scan(f"{PROCESSOR}/reducers").read_all().to_pylist()
-        except ShuffleError:
-            return found
-        for row in rows:
-            for mapper, last in enumerate(np.frombuffer(row["committed_row_indices"], dtype="<i8")):
-                indexes = self._found[mapper, row["reducer_index"]]
-                found[row["reducer_index"]] += int(np.searchsorted(indexes, max(last, 0), side="right")) * (last >= 0)
-        return found
-
-
-class Workers:
-    """The mappers and reducers, as processes of this one."""
-
-    def __init__(self, folder: Path, spec_path: Path) -> None:
-        self._folder = folder
-        self._spec_path = spec_path
-        self._running: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
-        self._peaks_bytes: dict[int, int] = {}
-        self.kills = 0
-
-    def start(self, role: str, index: int) -> int:
-        command = [sys.executable, "-m", "shuffle.launch", str(os.getpid()), role, str(self._spec_path)]
-        path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
-        with (self._folder / f"{role}-{index}.log").open("ab") as log:
-            self._running[role, index] = child = subprocess.Popen(
-                [*command, "--index", str(index)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,
-            )
-        return child.pid
-
-    def kill(self, role: str, index: int) -> None:
-        child = self._running.pop((role, index))
-        self._note(child.pid)
-        child.kill()
-        child.wait()
-        self.kills += 1
-
-    def note_memory(self) -> None:
-        for (role, _), child in self._running.items():
-            if role == "mapper":
-                self._note(child.pid)
-
-    def _note(self, pid: int) -> None:
-        self._peaks_bytes[pid] = max(self._peaks_bytes.get(pid, 0), report.rss_peak_bytes(pid))
-
-    @property
-    def peak_bytes(self) -> int:
-        self.note_memory()
-        return max(self._peaks_bytes.values())
-
-    def check(self) -> None:
-        for (role, index), child in self._running.items():
-            if child.poll() is not None:
-                log = (self._folder / f"{role}-{index}.log").read_text()[-1500:]
-                raise ShuffleError(f"{role} {index} ended with {child.returncode}:\n{log}")
-
-    def close(self) -> None:
-        for child in self._running.values():
-            child.kill()
-        for child in self._running.values():
-            child.wait()
-        self._running.clear()
 
 
 class Run:
@@ -162,7 +72,7 @@ class Run:
         self._folder = folder
         self._options = options
         self._random = random.Random(options.seed)
-        self._indexes = Indexes()
+        self._buckets = Buckets(MAPPERS, REDUCERS, KEY_COLUMNS)
         self._kill_at_s: float | None = None
 
     def measure(self) -> tuple[dict[str, float], dict[str, Any]]:
@@ -170,14 +80,14 @@ class Run:
         oracle: list[pa.Table] = []
 
         def on_batch(partition: int, batch: pa.Table) -> None:
-            self._indexes.add(partition, batch)
+            self._buckets.add(partition, batch)
             oracle.append(oracle_part(batch))
 
         workload = Workload(seed=options.seed, with_user_share=1.0, skew="uniform")
         bytes_total = fill(self._state, "logs", workload, options.rows, MAPPERS, BATCH_ROWS, on_batch)
-        self._indexes.close()
+        self._buckets.close()
         idle_bytes = self._idle_bytes()
-        self._workers = Workers(self._folder, self._spec(PROCESSOR, "logs"))
+        self._workers = Workers(self._folder, self._spec())
         try:
             self._start()
             before = self._go_on_for(options.stop_after)
@@ -191,7 +101,7 @@ class Run:
             self._workers.start("reducer", AWAY)
             catch_up_s = self._until_all_is_done()
             self._kill_at_s = None
-            left_bytes = self._wait_for_empty_spill()
+            left_bytes = wait_for_empty_spill(self._state, self._folder)
             peak_bytes = self._workers.peak_bytes
         finally:
             self._workers.close()
@@ -216,7 +126,7 @@ class Run:
             "spilled_mb": held["bytes"] / MB,
             "spilled_rows": held["rows"],
             "spilled_mb_for_others": held["others_bytes"] / MB,
-            "spill_share_of_its_rows": held["rows"] / self._indexes.total(AWAY),
+            "spill_share_of_its_rows": held["rows"] / self._buckets.rows_of(AWAY),
             "spill_files_mb": files_bytes / MB,
             "catch_up_mb_per_s": held["bytes"] / MB / catch_up_s,
             "idle_mb": idle_bytes / MB,
@@ -226,22 +136,9 @@ class Run:
         }
         return bars, details
 
-    def _spec(self, processor: str, queue: str) -> Path:
-        return self._system.write_spec(
-            {
-                "processor": processor,
-                "input": {"queue": queue},
-                "mapper": {
-                    "class": "examples.activity:ParseLogs",
-                    "memory": MEMORY_BYTES,
-                    "batch_rows_max": BATCH_ROWS,
-                    "batch_bytes_max": "4MiB",
-                },
-                "reducer": {"class": "examples.activity:CountByUser", "count": REDUCERS},
-                "spill": {"compression": self._options.compression},
-                "metrics": False,
-            }
-        )
+    def _spec(self, processor: str = PROCESSOR, queue: str = "logs") -> Path:
+        reducer = {"class": "examples.activity:CountByUser"}
+        return write_spec(self._system, reducer, {"compression": self._options.compression}, processor, queue)
 
     def _idle_bytes(self) -> int:
         """The memory of a mapper that has nothing to do."""
@@ -256,17 +153,17 @@ class Run:
             workers.close()
 
     def _start(self) -> None:
-        for index in range(MAPPERS):
-            self._workers.start("mapper", index)
-        for index in range(REDUCERS):
-            self._workers.start("reducer", index)
-        self._wait_for(lambda: all(self._indexes.committed(self._state)), self._workers)
+        self._workers.start_all()
+        self._wait_for(lambda: all(self._committed()), self._workers)
+
+    def _committed(self) -> list[int]:
+        return committed_by_reducer(self._state, PROCESSOR, self._buckets)
 
     def _wait_for(self, done: Any, workers: Workers) -> None:
         deadline_s = time.monotonic() + TIMEOUT_S
         while not done():
             if time.monotonic() > deadline_s:
-                raise ShuffleError(f"not at its end after {TIMEOUT_S:.0f} s: {self._indexes.committed(self._state)}")
+                raise ShuffleError(f"not at its end after {TIMEOUT_S:.0f} s: {self._committed()}")
             workers.check()
             workers.note_memory()
             self._kill_now_and_then()
@@ -282,7 +179,7 @@ class Run:
         self._kill_at_s = now_s + KILL_EVERY_S * (0.5 + self._random.random())
 
     def _others(self) -> int:
-        return sum(rows for reducer, rows in enumerate(self._indexes.committed(self._state)) if reducer != AWAY)
+        return sum(rows for reducer, rows in enumerate(self._committed()) if reducer != AWAY)
 
     def _go_on_for(self, seconds: float) -> float:
         """Rows per second of the others, from a little after now on."""
@@ -296,7 +193,7 @@ class Run:
         return rows / (time.monotonic() - begin_s)
 
     def _others_total(self) -> int:
-        return sum(self._indexes.total(reducer) for reducer in range(REDUCERS) if reducer != AWAY)
+        return sum(self._buckets.rows_of(reducer) for reducer in range(REDUCERS) if reducer != AWAY)
 
     def _until_others_are_done(self) -> float:
         """Rows per second of the others while the one is away. The last of them do not count: some are done sooner."""
@@ -310,15 +207,9 @@ class Run:
 
     def _until_all_is_done(self) -> float:
         begin_s = time.monotonic()
-        total = self._indexes.total(AWAY)
-        self._wait_for(lambda: self._indexes.committed(self._state)[AWAY] == total, self._workers)
+        total = self._buckets.rows_of(AWAY)
+        self._wait_for(lambda: self._committed()[AWAY] == total, self._workers)
         return time.monotonic() - begin_s
-
-    def _wait_for_empty_spill(self) -> int:
-        deadline_s = time.monotonic() + 15
-        while spill_bytes(self._state, self._folder) and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
-        return spill_bytes(self._state, self._folder)
 
     def _spilled(self) -> dict[str, int]:
         """For the reducer that is away; and for the others, which may be late for a moment when all begins."""
@@ -327,19 +218,6 @@ class Run:
         others = [row for row in rows if row["reducer_index"] != AWAY]
         found = {name: sum(row[name] for row in own) for name in ("rows", "bytes")}
         return {**found, "others_bytes": sum(row["bytes"] for row in others)}
-
-
-def spill_bytes(state: StateClient, folder: Path) -> int:
-    """Of all files of the spill queues, those staged and not published included."""
-    names = {queue.name for queue in state.queues()}
-    ids = [state.queue(name).queue_id for index in range(MAPPERS) if (name := spill_queue(PROCESSOR, index)) in names]
-    size_bytes = 0
-    for queue_id in ids:
-        for pattern in (f"q{queue_id}-*.seg", f"staged-{queue_id}-*.seg"):
-            for path in (folder / "store").rglob(pattern):
-                with suppress(FileNotFoundError):
-                    size_bytes += path.stat().st_size
-    return size_bytes
 
 
 def compression_figures(seed: int) -> dict[str, Any]:

@@ -20,7 +20,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +31,11 @@ from examples.activity import COLUMNS, KEY_COLUMNS, TABLE
 from examples.generate import fill
 from examples.local import LocalSystem
 from perf import raw_flight, report
-from perf.progress import Buckets
+from perf.progress import Buckets, Watched, watched
 from perf.workload import Workload, difference, oracle_part, oracle_sum
-from shuffle import Reducer
 from shuffle.errors import ShuffleError
 from shuffle.limits import MIB
-from statestore import StateClient, Transaction
+from statestore import StateClient
 
 MAPPERS = 2
 REDUCERS = 2
@@ -47,33 +45,14 @@ READ_ROWS = 200_000
 READ_BYTES = 32 * MIB
 """What a mapper reads at once when it is behind, as it is here all the time. Twice the default: a commit takes what was
 mapped meanwhile, so larger reads mean fewer commits, and each commit writes at least one page."""
-POLL_S = 0.1
-"""Between two looks at the positions. Each look is a call to the store, which has the same two cores as the rows."""
-RUN_TIMEOUT_S = 300.0
 MB = 1_000_000
-REDUCER_KEYS = pa.table({"reducer_index": pa.array(range(REDUCERS), pa.int32())})
-
-
-class KeepNothing(Reducer):
-    """The shuffle alone: every row is fetched and looked at, and only the positions are committed."""
-
-    def reduce(self, rows: pa.Table) -> Transaction | None:
-        if rows.num_rows and rows.nbytes == 0:
-            raise ValueError("rows without bytes")
-        return None
 
 
 @dataclass(frozen=True)
 class Measured:
     """One run of a processor."""
 
-    seconds: float
-    """From the first commit that was seen to the last."""
-    rows: int
-    """Committed in that time."""
-    rows_first: int
-    """Committed when the clock started."""
-    start_up_s: float
+    seen: Watched
     bytes_total: int
     rows_total: int
     written_bytes: int
@@ -81,7 +60,7 @@ class Measured:
 
     @property
     def mb_per_s(self) -> float:
-        return self.rows * self.bytes_total / self.rows_total / self.seconds / MB
+        return self.seen.rows * self.bytes_total / self.rows_total / self.seen.seconds / MB
 
     @property
     def bytes_ratio(self) -> float:
@@ -115,7 +94,16 @@ def measure(
         "reducer": {"class": reducer_class, "count": REDUCERS, "share_memory": share_memory},
         "metrics": False,
     }
-    measured = run(system, state, spec, buckets, bytes_total)
+    written_before = report.tree_written_bytes(os.getpid())
+    cpu_before_s = tree_cpu_seconds()
+    seen = watched(system, state, spec, buckets)
+    measured = Measured(
+        seen,
+        bytes_total,
+        buckets.rows,
+        report.tree_written_bytes(os.getpid()) - written_before,
+        tree_cpu_seconds() - cpu_before_s,
+    )
     if TABLE in {table.name for table in state.tables()}:
         verdict = difference(oracle_sum(parts), state.scan(TABLE).read_all().select(COLUMNS))
         state.drop_table(TABLE)
@@ -125,58 +113,8 @@ def measure(
     return measured
 
 
-def run(system: LocalSystem, state: StateClient, spec: dict[str, Any], buckets: Buckets, bytes_total: int) -> Measured:
-    name = spec["processor"]
-    path = system.write_spec(spec)
-    written_before = report.tree_written_bytes(os.getpid())
-    cpu_before = tree_cpu_seconds()
-    begin = time.monotonic()
-    controller = system.run(path, "--until-drained", "--no-check")
-    first: tuple[float, int] | None = None
-    last: tuple[float, int] = (begin, 0)
-    while controller.poll() is None:
-        if time.monotonic() - begin > RUN_TIMEOUT_S:
-            raise ShuffleError(f"not drained after {RUN_TIMEOUT_S:.0f} s:\n{system.log_tail(name)}")
-        done = committed(state, name, buckets)
-        now = time.monotonic()
-        if done and first is None:
-            first = (now, done)
-        if done > last[1]:
-            last = (now, done)
-        time.sleep(POLL_S)
-    if controller.returncode != 0:
-        raise ShuffleError(f"{name} ended with {controller.returncode}:\n{system.log_tail(name, 30)}")
-    done = committed(state, name, buckets)
-    if done != buckets.rows:
-        raise ShuffleError(f"{name} drained with {done} of {buckets.rows} rows committed")
-    if last[1] < done:
-        last = (time.monotonic(), done)
-    if first is None or first[1] == done:
-        raise ShuffleError("everything was committed before the clock could start: take more --rows")
-    return Measured(
-        seconds=last[0] - first[0],
-        rows=last[1] - first[1],
-        rows_first=first[1],
-        start_up_s=first[0] - begin,
-        bytes_total=bytes_total,
-        rows_total=buckets.rows,
-        written_bytes=report.tree_written_bytes(os.getpid()) - written_before,
-        cpu_s=tree_cpu_seconds() - cpu_before,
-    )
-
-
 def tree_cpu_seconds() -> float:
     return sum(report.cpu_seconds(pid) for pid in report.process_tree(os.getpid()))
-
-
-def committed(state: StateClient, processor: str, buckets: Buckets) -> int:
-    table = f"{processor}/reducers"
-    try:
-        return buckets.committed(state.lookup(table, REDUCER_KEYS))
-    except ShuffleError as error:
-        if error.code == "unknown_table":  # the controller has not created it yet
-            return 0
-        raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with LocalSystem(folder) as system, system.connect() as state:
                 counted = "examples.activity:DeclaredCountByUser"
                 activity.append(measure(system, state, f"activity-{number}", counted, args.rows, args.seed))
-                keep_nothing = "perf.throughput:KeepNothing"
+                keep_nothing = "perf.jobs:KeepNothing"
                 alone.append(measure(system, state, f"alone-{number}", keep_nothing, args.rows, args.seed))
                 over_sockets.append(
                     measure(system, state, f"sockets-{number}", keep_nothing, args.rows, args.seed, share_memory=False)
@@ -228,11 +166,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def summary(runs: Sequence[Measured]) -> dict[str, Any]:
     return {
         "mb_per_s": report.spread([run.mb_per_s for run in runs]),
-        "rows_per_s": report.median(run.rows / run.seconds for run in runs),
+        "rows_per_s": report.median(run.seen.rows / run.seen.seconds for run in runs),
         "cpu_s_per_gb": report.median(run.cpu_s / run.bytes_total * 1e9 for run in runs),
         "written_bytes": report.median(run.written_bytes for run in runs),
-        "start_up_s": report.median(run.start_up_s for run in runs),
-        "share_before_clock": report.median(run.rows_first / run.rows_total for run in runs),
+        "start_up_s": report.median(run.seen.start_up_s for run in runs),
+        "share_before_clock": report.median(run.seen.rows_first / run.rows_total for run in runs),
     }
 
 

@@ -54,7 +54,7 @@ def _groups_of(hashes: Indexes, max_parallelism: int) -> Indexes:
 
 def _hashes(keys: pa.Table) -> tuple[Indexes, Indexes | None]:
     """Hashes of the keys, and for each row which of them is its own; ``None``: there is one for each row."""
-    if keys.num_rows < _CHUNK_ROWS_MIN * max(column.num_chunks for column in keys.columns):
+    if _has_small_chunks(keys):
         keys = keys.combine_chunks()
     batches = keys.to_batches()
     if len(batches) == 1 and keys.num_rows >= ROWS_MIN:
@@ -63,6 +63,11 @@ def _hashes(keys: pa.Table) -> tuple[Indexes, Indexes | None]:
         return found or (xxhash64(batches[0].columns), None)
     parts = [xxhash64(batch.columns) for batch in batches]
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts]), None
+
+
+def _has_small_chunks(keys: pa.Table) -> bool:
+    chunks: int = max(column.num_chunks for column in keys.columns)
+    return chunks > 1 and keys.num_rows < _CHUNK_ROWS_MIN * chunks
 
 
 @lru_cache(maxsize=16)
@@ -91,7 +96,12 @@ def hash_partition(
 ) -> PartitionedRowset:
     """Sends each row to the reducer that owns the key group of its columns ``by``; a null is a value like any other."""
     _check_reducers(reducers, max_parallelism)
-    hashes, codes = _hashes(_key_columns(rows, by))
+    keys = _key_columns(rows, by)
+    if _has_small_chunks(keys):
+        # The rows of each reducer will be gathered from one piece anyway; so the key columns are joined only once.
+        rows = rows.combine_chunks()
+        keys = rows.select(keys.column_names)
+    hashes, codes = _hashes(keys)
     owners = _reducers_by_key_group(reducers, max_parallelism).take(_groups_of(hashes, max_parallelism))
     return PartitionedRowset(rows, owners if codes is None else owners.take(codes))
 

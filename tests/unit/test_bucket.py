@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pytest
 
 from mapper.bucket import Bucket, fit
 from mapper.window import Window, WindowEntry
@@ -99,9 +100,27 @@ def test_older_commit_changes_nothing() -> None:
     assert (bucket.committed, bucket.rows) == (0, 1)
 
 
-def test_fit_is_the_longest_prefix() -> None:
+def test_fit_of_few_rows_is_the_longest_prefix() -> None:
     rows = strings(*["x" * 10] * 100)
     for nbytes in (0, 1, 14, 200, 700, 10_000):
         found = fit(rows, nbytes).num_rows
         assert found == 0 or rows.slice(0, found).nbytes <= nbytes
         assert found == 100 or rows.slice(0, found + 1).nbytes > nbytes
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param([30] * 20_000, id="alike"),
+        pytest.param([0] * 10_000 + [1000] * 100, id="large ones last"),
+        pytest.param([1000] * 100 + [0] * 10_000, id="large ones first"),
+        pytest.param([5, 3000, 1, 70] * 2_500, id="mixed"),
+    ],
+)
+def test_fit_of_many_rows_leaves_little_room(lengths: list[int]) -> None:
+    rows = strings(*["x" * length for length in lengths])
+    for share in (0.001, 0.1, 0.5, 0.9, 0.999):
+        limit = int(rows.nbytes * share)
+        found = fit(rows, limit)
+        one_more = rows.slice(0, found.num_rows + 1).nbytes
+        assert found.nbytes <= limit < max(one_more, found.nbytes + limit / 60)

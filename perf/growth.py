@@ -303,7 +303,7 @@ def load_of(cost: Cost) -> Load:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = report.parser("growth", "How does the cost of a row grow, and what with?")
-    parser.add_argument("--full", action="store_true", help="all points of every curve; takes about half an hour")
+    parser.add_argument("--full", action="store_true", help="all points of every curve (five minutes instead of two)")
     parser.add_argument("--only", action="append", default=[], choices=[*FULL, "thesis"], help="only this curve")
     parser.add_argument("--seed", type=int, default=1)
     compare_pictures.add_argument(parser)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -216,6 +216,14 @@ class Checkers:
         for reducer, last in parts:
             if last <= committed[reducer]:
                 self.violated(9, f"mapper {mapper} holds rows up to {last} for reducer {reducer}: all are committed")
+
+    def on_spills(self, mapper: int, trimmed: Mapping[int, int]) -> None:
+        """Up to where a mapper takes the spill of each reducer to be trimmed: what it is wrong about stays for ever."""
+        for reducer, position in trimmed.items():
+            begin = self._spills.begin(mapper, reducer)
+            if position > begin:
+                said = f"mapper {mapper} takes the spill of reducer {reducer} to be trimmed up to {position}"
+                self.violated(11, f"{said}, and it is up to {begin}")
 
     # the end
 

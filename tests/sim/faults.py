@@ -220,11 +220,11 @@ def _one_way(simulation: Simulation, fault: Fault) -> End:
 
 def _discovery(kind: str) -> Callable[[Simulation, Fault], End]:
     def act(simulation: Simulation, fault: Fault) -> End:
-        simulation.discovery = kind
+        simulation.lies.kind = kind
 
         def end() -> None:
-            if simulation.discovery == kind:
-                simulation.discovery = None
+            if simulation.lies.kind == kind:
+                simulation.lies.kind = None
 
         return end
 
@@ -277,8 +277,8 @@ def _slow_reducer(simulation: Simulation, fault: Fault) -> End:
 
 def _input_stops(simulation: Simulation, fault: Fault) -> End:
     simulation.world.fault("input stops")
-    if simulation.producer is not None:
-        simulation.producer.freeze(simulation.world.now_us + fault.length_us)
+    if simulation.producer.process is not None:
+        simulation.producer.process.freeze(simulation.world.now_us + fault.length_us)
     return None
 
 

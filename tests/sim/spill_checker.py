@@ -67,6 +67,11 @@ class SpillChecker:
             return f"{missing[0]} of reducer {reducer}, which it has not committed and which is not in the spill"
         return None
 
+    def begin(self, mapper: int, reducer: int) -> int:
+        """The position up to which this spill is trimmed."""
+        row = self._disk.keys.get(self._prefixes[mapper, reducer] + b"p")
+        return int(struct.unpack("<QQ", row)[0]) if row is not None else 0
+
     def left(self) -> list[tuple[int, int]]:
         """(mapper, reducer) of the spills that still have files."""
         self.look()
@@ -78,8 +83,7 @@ class SpillChecker:
         if not keys:
             return []
         prefix = self._prefixes[mapper, reducer]
-        row = self._disk.keys.get(prefix + b"p")
-        begin = struct.unpack("<QQ", row)[0] if row is not None else 0
+        begin = self.begin(mapper, reducer)
         found: list[tuple[int, int]] = []
         for key in keys:
             position = struct.unpack(">Q", key[len(prefix) + 1 :])[0]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shuffle.config import ProcessorSpec, SpillSpec
 from tests.sim import profiles
 from tests.sim.faults import FAULTS_UNTIL_US, Fault
+from tests.sim.network import Trouble
 from tests.sim.workload import Workload
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Stragglers:
     """What one seed has of it."""
 
     def __init__(self, seed: int) -> None:
+        self._seed = seed
         self._rng = Random(f"{seed}/stragglers")
         self.is_on = is_profile() or self._rng.random() < SHARE
 
@@ -88,7 +90,25 @@ class Stragglers:
             at_us = int(rng.random() * FAULTS_UNTIL_US * (0.3 if is_first else 1.0))
             length_us = int(rng.choice([200_000, 700_000, 1_500_000]) * (0.5 + rng.random()))
             more.append(Fault(number, kind, at_us, length_us, rng.random(), rng.random()))
+        if is_profile():
+            more += self._lost_commits(len(made) + len(more))
         return sorted([*made, *more], key=lambda fault: (fault.at_us, fault.number))
+
+
+    def _lost_commits(self, first_number: int) -> list[Fault]:
+        """When somebody has caught up: the trim of its spill is the last commit of it, and nothing comes after it."""
+        rng = Random(f"{self._seed}/stragglers/commits")
+        return [
+            Fault(
+                number,
+                "lose commits",
+                int((0.3 + 0.7 * rng.random()) * FAULTS_UNTIL_US),
+                int(rng.choice([100_000, 400_000]) * (0.5 + rng.random())),
+                rng.random(),
+                rng.random(),
+            )
+            for number in range(first_number, first_number + 3)
+        ]
 
 
 def straggler(simulation: Simulation, fault: Fault) -> Callable[[], None]:
@@ -106,7 +126,15 @@ def straggler(simulation: Simulation, fault: Fault) -> Callable[[], None]:
     return end
 
 
-KINDS = {"straggler": straggler}
+def lose_commits(simulation: Simulation, fault: Fault) -> Callable[[], None]:
+    """The store never hears of them, and whoever has sent them cannot tell that from a lost answer."""
+    rng = Random(f"{simulation.world.seed}/fault/{fault.number}")
+    trouble = Trouble("lose", 0.3 + 0.7 * fault.amount, lambda source, target, label: label == "commit", rng)
+    simulation.network.troubles.append(trouble)
+    return lambda: simulation.network.troubles.remove(trouble)
+
+
+KINDS = {"straggler": straggler, "lose commits": lose_commits}
 """What these runs have beside the ordinary kinds of faults."""
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from mapper.reader import PartitionReader, QueueReader
 from shuffle.api import Mapper, PartitionedRowset, Reducer
-from tests.sim import memo
+from tests.sim import kernel, memo
 
 PLAIN, DROPPED, TWO, MAP_POISON, REDUCE_POISON, HOLE = range(6)
 
@@ -214,3 +215,33 @@ class SimReducer(Reducer):
         if self.with_output:
             transaction.append("output", self.spec.index, rows)
         return transaction
+
+
+class GapReader(PartitionReader):
+    """A partition whose positions have holes: the queue's rows of kind HOLE do not exist for the mapper."""
+
+    def __init__(self, inner: QueueReader) -> None:
+        self._inner = inner
+        self.wait_ms = inner.wait_ms
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._inner.schema
+
+    def start(self) -> Any:
+        return self._inner.start()
+
+    def read(self, begin_row_index: int, end_row_index: int, token: Any) -> tuple[pa.Table, Any]:
+        rows, after = self._inner.read(begin_row_index, end_row_index, token)
+        kinds = rows["kind"].to_pylist()
+        if HOLE in kinds:
+            rows = rows.filter(pa.array([kind != HOLE for kind in kinds], pa.bool_()))
+            if not rows.num_rows:
+                kernel.world().mark("a gap without rows")
+        return rows, after
+
+    def trim(self, row_index: int, token: Any) -> None:
+        self._inner.trim(row_index, token)
+
+    def lag_rows(self, token: Any) -> int | None:
+        return None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -14,23 +12,17 @@ from shuffle.errors import (
     BadInput,
     CommitConflict,
     ConstraintViolated,
-    CorruptData,
     DiskFull,
-    Expired,
     ShuffleError,
     StoreError,
     TooLarge,
     UnknownTable,
 )
 from statestore import engine as engine_module
-from statestore import ordered_table
-from statestore.disk import SegmentDisk
-from statestore.engine import Engine
 from statestore.request import (
     Append,
     CommitRequest,
     Committed,
-    CreateQueue,
     CreateTable,
     Drop,
     Expect,
@@ -39,158 +31,10 @@ from statestore.request import (
     TableWrite,
     Trim,
 )
-from statestore.rocks import Rocks
-from statestore.schema import QueueSchema, TableSchema
-from statestore.segment import decode_batch
+from statestore.schema import TableSchema
 from statestore.table import Table
 from statestore.validation import KeyRange
-
-NUMBERS = pa.schema([("n", pa.int64())])
-
-
-class FaultyDisk(SegmentDisk):
-    """A real folder that fails when it is told to."""
-
-    failing: str | None = None
-    free: int | None = None
-
-    def create(self, name: str, header: bytes) -> None:
-        super().create(name, header)
-        self._fail("create")
-
-    def append(self, name: str, offset: int, parts: Sequence[bytes | memoryview]) -> int:
-        written = super().append(name, offset, parts)
-        if offset:
-            self._fail("append")
-        return written
-
-    def sync(self, name: str) -> None:
-        super().sync(name)
-        self._fail("sync")
-
-    def free_bytes(self) -> int:
-        return super().free_bytes() if self.free is None else self.free
-
-    def _fail(self, step: str) -> None:
-        if self.failing == step:
-            raise DiskFull(f"no room at {step}")
-
-
-class FaultyRocks(Rocks):
-    failing: str | None = None
-
-    def write(self, puts: Any, cleared: Any = ()) -> int:
-        if self.failing == "write":
-            raise StoreError("failed before the write")
-        return super().write(puts, cleared)
-
-    def sync(self) -> None:
-        super().sync()
-        if self.failing == "sync":
-            raise StoreError("failed after the sync")
-
-
-class Store:
-    """An engine on a folder, driven by hand: one group at a time."""
-
-    def __init__(self, folder: Path, now_ms: int = 0) -> None:
-        self.folder = folder
-        self.disk = FaultyDisk(folder / "segments")
-        self.rocks = FaultyRocks(folder / "rocks")
-        self.engine = Engine(self.rocks, self.disk, now_ms)
-        self.oldest_version = 0
-        self.closed = False
-
-    def group(self, *requests: CommitRequest) -> list[Committed | ShuffleError]:
-        group = self.engine.prepare(requests, self.oldest_version)
-        self.engine.persist(group)
-        self.engine.remove_files(self.engine.apply(group))
-        return group.answers
-
-    def commit(self, request: CommitRequest) -> Committed:
-        [answer] = self.group(request)
-        if isinstance(answer, ShuffleError):
-            raise answer
-        return answer
-
-    def create(self) -> tuple[Table, int]:
-        value = pa.schema([("v", pa.int64())])
-        self.commit(CommitRequest(catalogue=CreateTable(TableSchema("t", NUMBERS, value, {"positive": "v > 0"}))))
-        self.commit(CommitRequest(catalogue=CreateQueue(QueueSchema("q", NUMBERS, 2))))
-        return self.table(), self.engine.catalogue.queue_named("q").schema.queue_id  # type: ignore[union-attr]
-
-    def table(self) -> Table:
-        """Without its constraints, so that breaking them reaches the engine."""
-        schema = self.engine.catalogue.table_named("t").schema  # type: ignore[union-attr]
-        return Table(replace(schema, constraints={}))
-
-    def rows(self) -> dict[int, int]:
-        table = self.table()
-        wanted = table.range(None, None, None)
-        pairs = list(self.rocks.view().scan(wanted.begin, wanted.end))
-        keys, values = pa.array([k for k, _ in pairs], pa.binary()), pa.array([v for _, v in pairs], pa.binary())
-        found = table.decode_rows(keys, values)
-        return dict(zip(found["n"].to_pylist(), found["v"].to_pylist(), strict=True))
-
-    def queued(self, queue_id: int, partition: int, begin: int = 0) -> list[int]:
-        found: list[int] = []
-        while (span := self.engine.locate(queue_id, partition, begin, 1000, 1 << 20)) is not None:
-            mapped = self.disk.map(span.file, span.offset + span.size_bytes)
-            start = 0
-            for end in span.ends:
-                record = mapped.slice(span.offset + start, end - start)
-                head, batch = decode_batch(record, NUMBERS, span.file, span.offset + start)
-                found += batch.slice(max(begin - span.segment_begin - head.first_row, 0))["n"].to_pylist()
-                begin = span.segment_begin + head.first_row + head.rows
-                start = end
-        return found
-
-    def stage(self, queue_id: int, staged_id: str, *numbers: int, ttl_ms: int = 1000, now_ms: int = 0) -> None:
-        payloads = [(len(numbers), payload(*numbers))] if numbers else []
-        header = self.engine.catalogue.queue(queue_id).header
-        self.engine.staged.add(staged_id, queue_id, header, payloads, ttl_ms, now_ms)
-
-    def files(self) -> list[str]:
-        return list(self.disk.names())
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self.disk.close()
-            self.rocks.close()
-
-    def reopened(self, now_ms: int = 0) -> Store:
-        self.close()
-        return Store(self.folder, now_ms)
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[[Store | None], Store]]:
-    stores: list[Store] = []
-
-    def open_again(store: Store | None = None) -> Store:
-        stores.append(Store(tmp_path) if store is None else store.reopened())
-        return stores[-1]
-
-    yield open_again
-    if stores:
-        stores[-1].close()
-
-
-def payload(*numbers: int) -> pa.Buffer:
-    return pa.record_batch({"n": pa.array(numbers, pa.int64())}).serialize()
-
-
-def append(queue_id: int, partition: int, *numbers: int) -> CommitRequest:
-    return CommitRequest(appends=[Append(queue_id, partition, [payload(*numbers)])])
-
-
-def write(table: Table, values: dict[int, int]) -> TableWrite:
-    return TableWrite(table.table_id, *table.encode_rows(pa.table({"n": list(values), "v": list(values.values())})))
-
-
-def key(table: Table, *numbers: int) -> pa.BinaryArray:
-    return table.encode_keys(pa.table({"n": pa.array(numbers, pa.int64())}))[1]
+from tests.engine_store import NUMBERS, Store, append, key, payload, write
 
 
 def test_commits_of_one_group_are_checked_in_order(opened: Callable[..., Store]) -> None:
@@ -253,49 +97,6 @@ def test_refused_commit_leaves_no_trace_in_its_group(opened: Callable[..., Store
     assert store.queued(queue_id, 0) == [2, 3]
 
 
-def test_appends_of_one_group_follow_each_other(opened: Callable[..., Store]) -> None:
-    store = opened()
-    _, queue_id = store.create()
-    once = CommitRequest(appends=[Append(queue_id, 0, [payload(3)], "p", 1)])
-    answers = store.group(append(queue_id, 0, 1, 2), once, once, append(queue_id, 1, 9))
-    assert [answer.appended[0] for answer in answers if isinstance(answer, Committed)] == [
-        (0, 2),
-        (2, 3),
-        (2, 3),
-        (0, 1),
-    ]
-    store = opened(store)
-    assert store.group(once)[0].appended == ((2, 3),)
-    assert store.queued(queue_id, 0) == [1, 2, 3]
-
-
-@pytest.mark.parametrize("step", ["create", "append", "sync"])
-def test_failed_file_leaves_nothing_and_the_next_group_goes_on(opened: Callable[..., Store], step: str) -> None:
-    store = opened()
-    table, queue_id = store.create()
-    if step != "create":
-        store.commit(append(queue_id, 0, 1, 2))
-    store.stage(queue_id, "cafe", 7)
-    files = store.files()
-    store.disk.failing = step
-    request = CommitRequest(
-        writes=[write(table, {1: 1})],
-        appends=[Append(queue_id, 1, [payload(5)]), Append(queue_id, 0, [payload(3)]), Publish(queue_id, 1, "cafe")],
-    )
-    with pytest.raises(DiskFull):
-        store.commit(request)
-    assert store.rows() == {}
-    assert store.files() == files
-    store.disk.failing = None
-    begin = 0 if step == "create" else 2
-    assert store.commit(request).appended == ((0, 1), (begin, begin + 1), (1, 2))
-    assert store.queued(queue_id, 0) == [1, 2, 3][-begin - 1 :]
-    assert store.queued(queue_id, 1) == [5, 7]
-    store = opened(store)
-    assert store.queued(queue_id, 0) == [1, 2, 3][-begin - 1 :]
-    assert store.rows() == {1: 1}
-
-
 @pytest.mark.parametrize("step", ["write", "sync"])
 def test_crash_around_the_database_write_is_whole_or_absent(opened: Callable[..., Store], step: str) -> None:
     store = opened()
@@ -337,101 +138,6 @@ def test_no_room_refuses_what_grows_and_lets_rows_be_removed(opened: Callable[..
         store.engine.check_room(1)
     store.disk.free = None
     assert store.commit(append(queue_id, 0, 3)).appended == ((1, 2),)
-
-
-def test_publishing_nothing_does_not_take_the_place_of_a_segment(opened: Callable[..., Store]) -> None:
-    store = opened()
-    _, queue_id = store.create()
-    store.commit(append(queue_id, 0, 1, 2))
-    store.stage(queue_id, "cafe")
-    assert store.commit(CommitRequest(appends=[Publish(queue_id, 0, "cafe")])).appended == ((2, 2),)
-    store = opened(store)
-    store.commit(append(queue_id, 0, 3))
-    store.commit(CommitRequest(trims=[Trim(queue_id, 0, 2)]))
-    store = opened(store)
-    assert store.queued(queue_id, 0, 2) == [3]
-    assert len(store.files()) == 1
-
-
-def test_staged_rows_outlive_a_restart_but_not_their_time(opened: Callable[..., Store]) -> None:
-    store = opened()
-    _, queue_id = store.create()
-    store.stage(queue_id, "beef", 1, 2, ttl_ms=10**15)
-    store.stage(queue_id, "dead", 3, ttl_ms=1)
-    store = opened(store)
-    assert len(store.engine.staged) == 2, "opened at the beginning of time, when neither was over"
-    store.close()
-    store = Store(store.folder, now_ms=2**49)
-    try:
-        assert [name.split("-")[2] for name in store.files()] == ["beef"]
-        with pytest.raises(Expired) as caught:
-            store.commit(CommitRequest(appends=[Publish(queue_id, 0, "dead")]))
-        assert caught.value.staged_id == "dead"
-        assert store.commit(CommitRequest(appends=[Publish(queue_id, 0, "beef")])).appended == ((0, 2),)
-        with pytest.raises(Expired):
-            store.commit(CommitRequest(appends=[Publish(queue_id, 0, "beef")]))
-        assert store.queued(queue_id, 0) == [1, 2]
-    finally:
-        store.close()
-
-
-def test_staged_file_that_was_cut_off_is_removed(opened: Callable[..., Store]) -> None:
-    store = opened()
-    _, queue_id = store.create()
-    store.stage(queue_id, "beef", 1, 2, ttl_ms=10**15)
-    [name] = store.files()
-    with store.disk.path(name).open("r+b") as file:
-        file.truncate(store.disk.size(name) - 8)
-    store = opened(store)
-    assert store.files() == []
-    assert len(store.engine.staged) == 0
-
-
-def test_trim_removes_the_files_of_whole_segments(
-    opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ordered_table, "SEGMENT_BYTES_MAX", 1)
-    store = opened()
-    _, queue_id = store.create()
-    for number in range(4):
-        store.commit(append(queue_id, 0, number, number))
-    assert len(store.files()) == 4
-    store.commit(CommitRequest(trims=[Trim(queue_id, 0, 5)]))
-    assert len(store.files()) == 2
-    assert store.queued(queue_id, 0, 5) == [2, 3, 3]
-    store = opened(store)
-    assert store.queued(queue_id, 0, 5) == [2, 3, 3]
-    assert len(store.files()) == 2
-
-
-@pytest.mark.parametrize("damage", ["missing", "cut", "middle"])
-def test_damaged_segment_is_refused_by_file_and_offset(opened: Callable[..., Store], damage: str) -> None:
-    store = opened()
-    _, queue_id = store.create()
-    store.commit(append(queue_id, 0, 1, 2))
-    store.commit(append(queue_id, 0, 3))
-    [name] = store.files()
-    path = store.disk.path(name)
-    size = path.stat().st_size
-    store.close()
-    if damage == "missing":
-        path.unlink()
-    elif damage == "cut":
-        path.write_bytes(path.read_bytes()[: size - 8])
-    else:
-        data = bytearray(path.read_bytes())
-        data[-3] ^= 1
-        path.write_bytes(bytes(data))
-    store = Store(store.folder)
-    try:
-        with pytest.raises(CorruptData) as caught:
-            store.queued(queue_id, 0, 2)
-        assert name in str(caught.value.file)
-        if damage != "missing":
-            assert 0 < caught.value.offset < size
-        assert store.commit(append(queue_id, 1, 9)).appended == ((0, 1),), "the others go on"
-    finally:
-        store.close()
 
 
 def test_dropped_names_can_be_used_again_but_their_ids_never_are(opened: Callable[..., Store]) -> None:

@@ -1,0 +1,46 @@
+"""Places for workers, in which a controller would keep them running."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.sim.kernel import Process
+
+if TYPE_CHECKING:
+    from tests.sim.simulation import Simulation
+
+
+class Slot:
+    """A place for a worker: one instance at least, more while a fault has it so."""
+
+    def __init__(self, simulation: Simulation, role: str, index: int) -> None:
+        self.simulation = simulation
+        self.role = role
+        self.index = index
+        self.name = f"{role}{index}"
+        self._processes: list[Process] = []
+        self.starts = 0
+        self.away_until_us = 0
+        """Until then nothing that is started here lives."""
+
+    def living(self) -> list[Process]:
+        return [process for process in self._processes if process.alive]
+
+    def start(self) -> None:
+        simulation = self.simulation
+        self.starts += 1
+        process = Process(simulation.world, f"{self.name}#{self.starts}")
+        # Reducers listen nowhere; a number of their own keeps them out of the mappers' way.
+        process.port = simulation.free_port(self.index if self.role == "mapper" else 100 + self.index)
+        self._processes.append(process)
+        process.at_end.append(self._ended)
+        main = simulation.mapper_main if self.role == "mapper" else simulation.reducer_main
+        process.spawn("main", lambda: main(process, self.index))
+
+    def _ended(self) -> None:
+        # The controller starts it again, a little later.
+        self.simulation.world.at(self.simulation.world.now_us + 150_000, lambda _: self.ensure())
+
+    def ensure(self) -> None:
+        if not self.living() and self.simulation.world.now_us >= self.away_until_us:
+            self.start()

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from shuffle.footprint import keep_small
+
 if TYPE_CHECKING:
     from shuffle.controller import RunOptions
 
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code. Raises nothing but ``SystemExit`` (from ``--help`` and wrong arguments)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _dispatch(given)
+        return _dispatch(given, is_program=arguments is None)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -71,8 +73,10 @@ def report(error: Exception) -> int:
     return EXIT_SPEC if isinstance(error, SpecError | BadInput) else EXIT_FAILED
 
 
-def _dispatch(given: list[str]) -> int:
+def _dispatch(given: list[str], is_program: bool) -> int:
     if given and given[0] in DELEGATES:
+        if is_program:
+            keep_small()
         module = importlib.import_module(DELEGATES[given[0]][0])
         return int(module.main(given[1:]) or 0)
     parser = build_parser(with_state="state" in given[:1])
@@ -81,6 +85,8 @@ def _dispatch(given: list[str]) -> int:
     if command is None:
         parser.print_help()
         return EXIT_SPEC
+    if is_program:
+        keep_small()
     return command(options)
 
 

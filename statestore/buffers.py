@@ -5,6 +5,7 @@ Every function here honours the offset of a sliced array: a slice shares its par
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,8 +19,6 @@ Binary: TypeAlias = "pa.BinaryArray | list[Any]"
 
 BINARY_BYTES_MAX = 2**31 - 1
 """What the 32-bit offsets of an Arrow binary array can address."""
-
-NOTHING = pa.scalar(b"", pa.binary())
 
 _FEW = 16
 """For so few rows a loop costs less than the call of a compute kernel."""
@@ -157,9 +156,16 @@ def all_start_with(array: Binary, prefix: bytes) -> bool:
     return not array.null_count and bool(pc.all(pc.starts_with(array, pattern=prefix)).as_py())
 
 
+@functools.cache
+def constant(value: bytes) -> pa.BinaryScalar:
+    """One of the few values that are part of the code. Made when first used, not when this is imported: with the first
+    value that Arrow makes it imports pandas, and a process may have something to say about that (``footprint``)."""
+    return pa.scalar(value, pa.binary())
+
+
 def prefixed(array: pa.Array, prefix: bytes) -> pa.Array:
     """The values of a binary array without nulls, each behind ``prefix``."""
-    return pc.binary_join_element_wise(pa.scalar(prefix, pa.binary()), array, NOTHING)
+    return pc.binary_join_element_wise(pa.scalar(prefix, pa.binary()), array, constant(b""))
 
 
 def equal_length(offsets: NumpyArray, width: int) -> bool:
@@ -220,4 +226,4 @@ def join(parts: list[Any]) -> pa.Array:
     """Row by row, the parts (binary arrays or scalars) one after the other; a null counts as nothing."""
     if len(parts) == 1:
         return parts[0]
-    return pc.binary_join_element_wise(*parts, NOTHING, null_handling="replace", null_replacement="")
+    return pc.binary_join_element_wise(*parts, constant(b""), null_handling="replace", null_replacement="")

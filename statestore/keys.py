@@ -27,6 +27,7 @@ from statestore.buffers import (
     NumpyArray,
     as_binary,
     as_string,
+    constant,
     data_of,
     equal_length,
     from_numpy,
@@ -43,7 +44,7 @@ from statestore.column_types import is_text_or_bytes
 from statestore.schema import conform_column, null_key
 
 _ZERO, _ESCAPED = b"\x00", b"\x00\xff"
-_END = pa.scalar(b"\x00\x01", pa.binary())
+_END = b"\x00\x01"
 
 
 class KeyCodec:
@@ -156,7 +157,7 @@ class KeyCodec:
             elif run.last:
                 parts.append(as_binary(mine[0]))
             else:
-                parts += [_escape(as_binary(mine[0])), _END]
+                parts += [_escape(as_binary(mine[0])), constant(_END)]
             bytes_total += _bytes_in(parts)
         if bytes_total > BINARY_BYTES_MAX:
             raise TooLarge(

@@ -18,11 +18,11 @@ from shuffle.errors import CorruptData, TooLarge
 from shuffle.limits import VALUE_BYTES_MAX
 from statestore.buffers import (
     BINARY_BYTES_MAX,
-    NOTHING,
     NumpyArray,
     as_binary,
     as_string,
     bytes_of,
+    constant,
     data_of,
     equal_length,
     from_numpy,
@@ -64,7 +64,7 @@ class RowCodec:
     def encode_columns(self, columns: list[pa.Array], count: int) -> pa.Array:
         """The same for columns that are exactly those of the schema."""
         if not len(self.schema):
-            return pa.repeat(NOTHING, count)
+            return pa.repeat(constant(b""), count)
         records = np.zeros(count, self._record)
         self._check_size(count * self._width + sum(bytes_of(columns[index]) for index in self._text))
         for index, column in enumerate(columns):

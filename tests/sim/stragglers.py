@@ -94,7 +94,6 @@ class Stragglers:
             more += self._lost_commits(len(made) + len(more))
         return sorted([*made, *more], key=lambda fault: (fault.at_us, fault.number))
 
-
     def _lost_commits(self, first_number: int) -> list[Fault]:
         """When somebody has caught up: the trim of its spill is the last commit of it, and nothing comes after it."""
         rng = Random(f"{self._seed}/stragglers/commits")

@@ -14,6 +14,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from shuffle.footprint import keep_small
+
 PACKAGES = ("shuffle", "mapper", "reducer", "statestore")
 
 MODULES = (
@@ -70,6 +72,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    keep_small()  # As the daemons do; pandas would come later otherwise, and get the simulated modules.
     logging.getLogger("shuffle-service").setLevel(logging.CRITICAL + 1)
     for name in MODULES:
         importlib.import_module(name)
@@ -78,7 +81,7 @@ def install() -> None:
     from tests.sim import shims
 
     fakes: dict[str, ModuleType] = shims.modules()
-    kept = {name: sys.modules[name] for name in fakes}
+    kept = {name: importlib.import_module(name) for name in fakes}
     sys.modules.update(fakes)
     try:
         # Flight's place is taken before anything can import it, both as a module and as the package's attribute.

@@ -83,7 +83,8 @@ def _table(*columns: str) -> Table:
 
 
 def _mappers(status: ProcessorStatus, rates: Rates, children: Mapping[str, ChildView]) -> Table:
-    table = _table("mapper", "state", "rows/s", "read lag", "window", "rows held", "committed", "restarts")
+    restarts = ["restarts"] if children else []
+    table = _table("mapper", "state", "rows/s", "read lag", "window", "rows held", "committed", *restarts)
     for mapper in status.mappers:
         name = f"mapper {mapper.index}"
         lag = mapper.number("read_lag_rows")
@@ -95,13 +96,21 @@ def _mappers(status: ProcessorStatus, rates: Rates, children: Mapping[str, Child
             _bytes(mapper.number("window_bytes")),
             _count(mapper.number("window_rows")),
             _count(mapper.input_unread_row_index),
-            str(children[name].restarts) if name in children else "",
+            *_restarts(name, children),
         )
     return table
 
 
+def _restarts(name: str, children: Mapping[str, ChildView]) -> list[str]:
+    """The column for it, which only those have who started the processes."""
+    if not children:
+        return []
+    return [str(children[name].restarts) if name in children else ""]
+
+
 def _reducers(status: ProcessorStatus, rates: Rates, children: Mapping[str, ChildView]) -> Table:
-    table = _table("reducer", "state", "rows/s", "pending", "spilled", "spilled/s", "passed", "restarts", "")
+    restarts = ["restarts"] if children else []
+    table = _table("reducer", "state", "rows/s", "pending", "spilled", "spilled/s", "passed", *restarts, "")
     for reducer in status.reducers:
         name = f"reducer {reducer.index}"
         table.add_row(
@@ -112,7 +121,7 @@ def _reducers(status: ProcessorStatus, rates: Rates, children: Mapping[str, Chil
             _bytes(reducer.spilled_bytes) if reducer.spilled_rows else "",
             _spill_rate(rates.of(f"spill {reducer.index}")) if reducer.is_straggler else "",
             _count(sum(index + 1 for index in reducer.committed_row_indices)),
-            str(children[name].restarts) if name in children else "",
+            *_restarts(name, children),
             _lag(reducer),
         )
     return table

@@ -222,6 +222,15 @@ def test_screen_shows_workers_and_the_last_error() -> None:
     assert "1,234 rows done" in progress_line(status_at(1_234), Rates(), 11)
 
 
+def test_screen_of_someone_else_has_no_column_for_restarts() -> None:
+    console = Console(record=True, width=160, file=io.StringIO())
+    console.print(render(status_at(1_234), Rates()))
+    shown = console.export_text()
+    assert "mapper 0" in shown
+    assert "reducer 0" in shown
+    assert "restarts" not in shown
+
+
 def test_status_of_a_processor_that_never_ran(tmp_path: Path, client: StateClient) -> None:
     status = collect(spec_for(tmp_path, "Good"), client)
     assert [mapper.input_rows_left for mapper in status.mappers] == [0, 200]

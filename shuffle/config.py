@@ -197,7 +197,7 @@ class ProcessorSpec:
         folder = self.state_folder
         if folder is None:
             return StateClient.connect(self.state, timeout_s=WORKER_ANSWER_S_MAX)
-        return StateClient.open(os.fspath(folder))
+        return StateClient.open(os.fspath(folder), timeout_s=WORKER_ANSWER_S_MAX)
 
 
 def relation_mistakes(spec: ProcessorSpec) -> list[tuple[str, str]]:

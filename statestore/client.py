@@ -56,15 +56,18 @@ class StateClient:
         return StateClient(RemoteStore(address, timeout_s=timeout_s, local_files=local_files))
 
     @staticmethod
-    def open(folder: str | os.PathLike[str]) -> StateClient:
-        """The store in ``folder``: through the daemon that serves it, if there is one, else in this process."""
+    def open(folder: str | os.PathLike[str], timeout_s: float | None = None) -> StateClient:
+        """The store in ``folder``: through the daemon that serves it, if there is one, else in this process.
+
+        ``timeout_s`` is for that daemon, as in ``connect``.
+        """
         path = Path(folder).absolute()
         deadline = time.monotonic() + _OPEN_WAIT_S
         while True:
             address = served_at(path)
             if address is not None:
                 try:
-                    client = StateClient.connect(address)
+                    client = StateClient.connect(address, timeout_s)
                 except StoreUnavailable:
                     # The daemon that left its address is gone, or is being replaced.
                     pass

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -212,14 +213,22 @@ def test_long_poll_ends_when_its_queue_is_dropped(daemon: StoreProcess) -> None:
         assert len(outcome) == 1
 
 
-def test_answer_that_never_came_is_unknown_and_a_daemon_that_was_not_asked_is_unavailable(tmp_path: Path) -> None:
-    with StoreProcess(tmp_path / "state") as daemon, StateClient.connect(daemon.address, timeout_s=1.0) as client:
+@pytest.mark.parametrize("by", ["address", "folder"])
+def test_answer_that_never_came_is_unknown_and_a_daemon_that_was_not_asked_is_unavailable(
+    tmp_path: Path, by: str
+) -> None:
+    with ExitStack() as stack:
+        daemon = stack.enter_context(StoreProcess(tmp_path / "state"))
+        found = StateClient.open(daemon.path, 1.0) if by == "folder" else StateClient.connect(daemon.address, 1.0)
+        client = stack.enter_context(found)
         client.create_table("t", key=NUMBERS, value=pa.schema([("v", pa.binary())]))
         put(client, 1)
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
+            begin_s = time.monotonic()
             with pytest.raises(CommitUnknown):
                 put(client, 2)
+            assert time.monotonic() - begin_s < 10, "it waits as long as it was told to"
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
         wait_until(lambda: client.lookup("t", numbers(2)).num_rows == 1, "what was asked is done all the same")

@@ -137,7 +137,12 @@ class MapperCore:
     @property
     def wants_input(self) -> bool:
         """Whether there is room for another batch. The one batch that is being mapped may go over the limit."""
-        return self.nbytes + self.reserved_bytes < self.memory_bytes_max
+        return self.nbytes < self.window_bytes_max
+
+    @property
+    def window_bytes_max(self) -> int:
+        """What the limit leaves to the window."""
+        return self.memory_bytes_max - self.reserved_bytes
 
     @property
     def nbytes(self) -> int:
@@ -318,7 +323,7 @@ class MapperCore:
 
     def tick(self, now_ms: int) -> None:
         """Look who is late; ``trim_plan`` decides by it. To be called every now and then."""
-        self.spilling.tick(now_ms, self._buckets, self.next_shuffle_index, self.nbytes)
+        self.spilling.tick(now_ms, self._buckets, self.next_shuffle_index, self.nbytes, self.window_bytes_max)
 
     @property
     def spill_is_due(self) -> bool:

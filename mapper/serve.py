@@ -322,14 +322,14 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
                 return
             error: ShuffleError | None = None
             schema, rows = begun_with, list[ServedBatch]()
-            shares = False
+            sharing: Outbox | None = None
             try:
                 request = GetRows.decode(b"" if ticket is None else bytes(ticket))
-                shares = request.machine is not None and request.machine == machine()
-                if shares and outbox is None:
-                    outbox = self._outbox(stack)
-                if shares and outbox is not None and request.to_row_index is None:
-                    request = replace(request, max_bytes=min(request.max_bytes, outbox.bytes_max))
+                if request.machine is not None and request.machine == machine():
+                    outbox = outbox or self._outbox(stack)
+                    sharing = None if outbox is None or outbox.is_refused else outbox
+                if sharing is not None and request.to_row_index is None:
+                    request = replace(request, max_bytes=min(request.max_bytes, sharing.bytes_max))
                 schema, rows = self._rows(request, context)
             except ShuffleError as refused:
                 error = refused
@@ -346,7 +346,7 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
                 writer.write_metadata(NO_ROWS)
                 continue
             nbytes = sum(served.rows.nbytes for served in rows)
-            if outbox is None or not shares or nbytes < BYTES_MIN or not self._share(writer, outbox, rows):
+            if sharing is None or nbytes < BYTES_MIN or not self._share(writer, sharing, rows):
                 for served, more in _with_more(joined(rows)):
                     writer.write_with_metadata(served.rows, BatchTail(served.last_row_index, more).encode())
             self._on_served(sum(served.rows.num_rows for served in rows), nbytes)

@@ -63,7 +63,14 @@ class Spilling:
     def stragglers(self) -> frozenset[ReducerIndex]:
         return self._late.current.union(reducer for reducer, spill in self.spills.items() if not spill.is_empty)
 
-    def tick(self, now_ms: int, buckets: Sequence[Bucket], next_index: ShuffleIndex, window_bytes: int) -> None:
+    def tick(
+        self,
+        now_ms: int,
+        buckets: Sequence[Bucket],
+        next_index: ShuffleIndex,
+        window_bytes: int,
+        window_bytes_max: int,
+    ) -> None:
         """Look at the reducers again; to be called every now and then."""
         self._now_ms = now_ms
         if self._spec is None:
@@ -77,12 +84,12 @@ class Spilling:
                 positions[reducer] = ShuffleIndex(min(positions[reducer], spill.end.last_row_index))
         self._late.tick(now_ms, positions, [position == next_index for position in positions])
         # It goes on a little below where it begins, so that it does not begin again with every entry.
-        limit_bytes = self._spec.memory_share * self._memory_bytes_max
+        limit_bytes = self._spec.memory_share * window_bytes_max
         self._over = window_bytes >= (limit_bytes / 2 if self._over else limit_bytes)
 
-    def is_near(self, window_bytes: int) -> bool:
+    def is_near(self, window_bytes: int, window_bytes_max: int) -> bool:
         """Whether the window may weigh enough to spill before long: who is late by then should be known at once."""
-        return self._spec is not None and window_bytes >= self._spec.memory_share * self._memory_bytes_max / 2
+        return self._spec is not None and window_bytes >= self._spec.memory_share * window_bytes_max / 2
 
     def block(self, reason: str) -> None:
         """The store cannot take any rows now: hold them back, as if there were no spilling."""

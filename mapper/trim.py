@@ -75,7 +75,8 @@ class Trimmer:
         with self._lock:
             if self._moved and self._core.spill_is_due:
                 return 0.0
-            busy = self._core.spilling.is_near(self._core.nbytes) or not self._core.wants_input
+            core = self._core
+            busy = core.spilling.is_near(core.nbytes, core.window_bytes_max) or not core.wants_input
             return min(self._period_s, LOOK_S) if busy else self._period_s
 
     def hurry(self) -> None:

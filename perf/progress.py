@@ -124,7 +124,7 @@ def watched(
             if first is None:
                 first = last
                 on_first()
-        time.sleep(POLL_END_S if done >= NEAR_END * buckets.rows else POLL_S)
+        time.sleep(POLL_END_S if NEAR_END * buckets.rows <= done < buckets.rows else POLL_S)
     if controller.returncode != 0:
         raise ShuffleError(f"{name} ended with {controller.returncode}:\n{system.log_tail(name, 30)}")
     done = committed(state, name, buckets)

@@ -80,7 +80,8 @@ class Workers:
 
     def kill(self, role: str, index: int) -> None:
         child = self._running.pop((role, index))
-        self._note(child.pid)
+        if role == "mapper":
+            self._note(child.pid)
         child.kill()
         child.wait()
         self.kills += 1

@@ -33,6 +33,9 @@ DELEGATES = {
 }
 """Commands that are another module's ``main(arguments)``, with a ``--help`` of its own."""
 
+WORKERS = ("mapper", "reducer")
+"""Those that do themselves, and before Arrow is imported, what keeps a process small."""
+
 _EXAMPLES = """\
 examples:
   shuffle demo                              see it all work, in under two minutes
@@ -75,7 +78,7 @@ def report(error: Exception) -> int:
 
 def _dispatch(given: list[str], is_program: bool) -> int:
     if given and given[0] in DELEGATES:
-        if is_program:
+        if is_program and given[0] not in WORKERS:
             keep_small()
         module = importlib.import_module(DELEGATES[given[0]][0])
         return int(module.main(given[1:]) or 0)

@@ -79,7 +79,7 @@ def served_store(spec: ProcessorSpec, supervisor: Supervisor, logs: Path) -> Ite
     if folder is None:
         yield spec
         return
-    address = _answering_address(folder)
+    address = answering_address(folder)
     if address is not None:
         yield replace(spec, state=address)
         return
@@ -99,7 +99,8 @@ def served_store(spec: ProcessorSpec, supervisor: Supervisor, logs: Path) -> Ite
         supervisor.stop([child])
 
 
-def _answering_address(folder: Path) -> str | None:
+def answering_address(folder: Path) -> str | None:
+    """Of the daemon that serves the store in ``folder``; None if there is none."""
     from statestore import StateClient
     from statestore.folder import served_at
 
@@ -108,10 +109,10 @@ def _answering_address(folder: Path) -> str | None:
         return None
     try:
         with StateClient.connect(address) as client:
-            client.queues()
-    except StoreUnavailable:
+            # A daemon that was killed has left its address; another store's, or a mapper, may have its port now.
+            return address if client.serves(folder.absolute()) else None
+    except ShuffleError:
         return None
-    return address
 
 
 def _wait_for_store(child: Child, folder: Path) -> str:
@@ -119,7 +120,7 @@ def _wait_for_store(child: Child, folder: Path) -> str:
     while time.monotonic() < deadline_s:
         if child.reap(time.monotonic()):
             raise StoreUnavailable(f"the state store in {folder} did not start: {child.last_error}")
-        address = _answering_address(folder)
+        address = answering_address(folder)
         if address is not None:
             return address
         time.sleep(0.02)

@@ -1,6 +1,7 @@
 """What a worker process does before it imports anything large: it stays small, and quiet.
 
-Called first thing by ``python -m mapper``, ``reducer`` and ``statestore``. Nothing here changes a result.
+Called first thing by ``python -m mapper``, ``reducer`` and ``statestore``, and by the command ``shuffle``. Nothing here
+changes a result.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
@@ -58,7 +62,8 @@ def _mallopt(option: int, value: int) -> bool:
 def _leave_pandas_out() -> None:
     """pyarrow imports pandas, if it is installed, as soon as it makes an array: 50 MB and 0.3 s for nothing.
 
-    It looks only once, and finds none here. User code is free to import pandas, and ``to_pandas`` looks again.
+    It looks only once, and finds none here. When user code imports pandas, pyarrow is made to look again: it would
+    take a Series for any sequence otherwise, and read it by its labels.
     """
     if "pandas" in sys.modules:
         return
@@ -70,6 +75,7 @@ def _leave_pandas_out() -> None:
         pa.array([0])
     finally:
         sys.meta_path.remove(refusal)
+    sys.meta_path.insert(0, _PandasAfterAll())
 
 
 class _NoPandas(MetaPathFinder):
@@ -78,3 +84,34 @@ class _NoPandas(MetaPathFinder):
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         if fullname == "pandas":
             raise ModuleNotFoundError("not now", name=fullname)
+
+
+class _PandasAfterAll(MetaPathFinder):
+    """Finds pandas where the others find it, and tells pyarrow once it is loaded."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        if fullname != "pandas":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Telling(spec.loader)
+        return spec
+
+
+class _Telling(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        import pyarrow as pa
+
+        pa.array([0]).to_pandas()
+
+    def __getattr__(self, name: str) -> object:
+        """Whatever else it is asked for: its files, its source."""
+        return getattr(self._loader, name)

@@ -52,7 +52,7 @@ class KeyMemo:
 
     def find(self, columns: list[pa.Array]) -> tuple[Hashes, Codes] | None:
         """Hashes, and for each row which of them is its own; ``None`` if it is better to hash the rows."""
-        if self._pause:
+        if self._pause > 0:
             self._pause -= 1
             return None
         found = self._look_up(columns, min(len(columns[0]) // _ROWS_PER_COMBINATION, COMBINATIONS_MAX))

@@ -23,12 +23,15 @@ import numpy as np
 import pyarrow as pa
 
 from shuffle.limits import KIB
+from shuffle.logs import get_logger
 
 BYTES_MIN = 256 * KIB
 """Fewer bytes are as quick over the wire."""
 
 _SLACK_BYTES = 256 * KIB
 """Of an outbox beyond the rows it is for: what Arrow writes around them."""
+
+_log = get_logger(__name__)
 
 
 class NotShared(Exception):
@@ -61,6 +64,8 @@ class Outbox:
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
+        self.is_refused = False
+        """The system does not allow it, or has no files or memory left for it."""
         self._fd = -1
         self._inode = 0
         self._memory: mmap.mmap | None = None
@@ -71,6 +76,8 @@ class Outbox:
             return None
         if self._memory is None:
             self._open()
+        if self.is_refused:
+            return None
         sink = pa.FixedSizeBufferWriter(pa.py_buffer(self._memory))
         try:
             with pa.ipc.new_stream(sink, batches[0].schema) as writer:
@@ -81,10 +88,15 @@ class Outbox:
             return None
 
     def _open(self) -> None:
-        self._fd = os.memfd_create("shuffle-rows", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, self.bytes_max + _SLACK_BYTES)
-        self._inode = os.fstat(self._fd).st_ino
-        self._memory = mmap.mmap(self._fd, 0)
+        try:
+            self._fd = os.memfd_create("shuffle-rows", os.MFD_CLOEXEC)
+            os.ftruncate(self._fd, self.bytes_max + _SLACK_BYTES)
+            self._inode = os.fstat(self._fd).st_ino
+            self._memory = mmap.mmap(self._fd, 0)
+        except OSError as error:
+            _log.info("rows for reducers on this machine go over the wire", reason=str(error))
+            self.close()
+            self.is_refused = True
 
     def close(self) -> None:
         self._memory = None
@@ -125,9 +137,10 @@ class Inbox:
 
 
 def _open(note: Note) -> mmap.mmap:
-    fd = os.open(f"/proc/{note.pid}/fd/{note.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    # Another process may have that number by now, or in this container, and anything open under the other.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    fd = os.open(f"/proc/{note.pid}/fd/{note.fd}", flags)
     try:
-        # Another process may have that number by now, or in this container.
         if os.fstat(fd).st_ino != note.inode:
             raise NotShared(f"file {note.fd} of process {note.pid} is another one")
         return mmap.mmap(fd, 0, prot=mmap.PROT_READ)

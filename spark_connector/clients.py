@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from shuffle.errors import CommitConflict, CommitUnknown, StoreUnavailable
+from shuffle.errors import CommitConflict, CommitUnknown, ShuffleError, StoreUnavailable
 from statestore import StateClient
 from statestore.folder import served_at
 
@@ -72,20 +72,40 @@ class StoreHandle:
         with _lock:
             found = _clients.get((os.getpid(), address))
         if found is None:
-            found = StateClient.connect(address)
+            found = self._connect(address)
             with _lock:
                 # Another thread may have been faster; two clients do no harm, but one is enough.
                 found = _clients.setdefault((os.getpid(), address), found)
         return found
 
+    def _connect(self, address: str) -> StateClient:
+        if address == self.state:
+            return StateClient.connect(address)
+        try:
+            client = StateClient.connect(address)
+        except ShuffleError as error:
+            raise self._not_served() from error
+        if not client.serves(self._folder):
+            # A daemon that was killed has left its address, and another store's has its port now.
+            client.close()
+            raise self._not_served()
+        return client
+
     def _address(self) -> str:
         if self.state.startswith("grpc://"):
             return self.state
-        address = served_at(Path(self.state).absolute())
+        address = served_at(self._folder)
         if address is None:
-            raise StoreUnavailable(
-                f"no daemon serves the state store in {self.state}: Spark's processes cannot share a folder without "
-                f"one. Start it with `shuffle statestore --path {self.state} --listen 127.0.0.1:0`",
-                address=self.state,
-            )
+            raise self._not_served()
         return address
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.state).absolute()
+
+    def _not_served(self) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"no daemon serves the state store in {self.state}: Spark's processes cannot share a folder without "
+            f"one. Start it with `shuffle statestore --path {self.state} --listen 127.0.0.1:0`",
+            address=self.state,
+        )

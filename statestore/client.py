@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from shuffle.errors import BadInput, StoreLocked, StoreUnavailable, TooLarge, UnknownTable
+from shuffle.errors import BadInput, ShuffleError, StoreLocked, TooLarge, UnknownTable
 from shuffle.limits import BATCH_BYTES_MAX, MIB
 from statestore.folder import served_at
 from statestore.leases import Member
@@ -68,8 +68,8 @@ class StateClient:
             if address is not None:
                 try:
                     client = StateClient.connect(address, timeout_s)
-                except StoreUnavailable:
-                    # The daemon that left its address is gone, or is being replaced.
+                except ShuffleError:
+                    # The daemon that left its address is gone, or is being replaced; or something else has its port.
                     pass
                 else:
                     if client.serves(path):

@@ -83,6 +83,8 @@ class ControlClient:
         except StoreUnavailable as error:
             self._unreachable = True
             raise StoreUnavailable(error.message, address=self._address) from None
+        except ValueError:
+            raise StoreUnavailable("what answers there is not a state store", address=self._address) from None
 
     def close(self) -> None:
         self._closed.set()

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from shuffle import flight
+from shuffle.controller import answering_address
 from shuffle.errors import (
     CommitConflict,
     CommitUnknown,
@@ -29,6 +32,7 @@ from shuffle.errors import (
     StoreLocked,
     StoreUnavailable,
 )
+from spark_connector.clients import StoreHandle
 from statestore import StateClient
 from tests.daemons import StoreProcess, environment, run_store, wait_until
 
@@ -421,6 +425,28 @@ def test_restarted_daemon_ends_old_snapshots_and_serves_new_ones(tmp_path: Path)
                     with pytest.raises(CommitConflict):
                         tx.commit()
                     assert client.queue("log").append(0, numbers(2)) == (0, 1)
+
+
+@pytest.mark.parametrize("by", ["another store", "another server"])
+def test_address_that_a_killed_daemon_has_left_leads_to_nobody_else(tmp_path: Path, by: str) -> None:
+    folder = tmp_path / "state"
+    with StoreProcess(folder) as killed, StateClient.connect(killed.address) as client:
+        create(client)
+        killed.kill()
+    with ExitStack() as stack:
+        if by == "another store":
+            address = stack.enter_context(StoreProcess(tmp_path / "other")).address
+        else:
+            address = f"grpc://127.0.0.1:{stack.enter_context(flight.FlightServerBase('grpc://127.0.0.1:0')).port}"
+        (folder / "daemon.json").write_text(json.dumps({"address": address, "pid": killed.pid}))
+        assert answering_address(folder) is None
+        with pytest.raises(StoreUnavailable, match="no daemon serves"):
+            StoreHandle(os.fspath(folder), timeout_s=0).client()
+        with StateClient.open(folder) as embedded:
+            assert {table.name for table in embedded.tables()} == {"commits"}
+    with StoreProcess(folder) as alive:
+        assert answering_address(folder) == alive.address
+        StoreHandle(os.fspath(folder), timeout_s=0).client().close()
 
 
 # --- an orderly end, and what orchestrators ask ---

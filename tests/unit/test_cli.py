@@ -30,6 +30,35 @@ def spec(tmp_path: Path) -> Path:
     return path
 
 
+def output_of(code: str) -> str:
+    """Of a process of its own."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize("worker", ["mapper", "reducer"])
+def test_worker_that_is_started_by_the_command_has_one_pool_of_memory(worker: str) -> None:
+    code = f"""
+import sys
+from shuffle.cli import main
+sys.argv = ["shuffle", "{worker}", "missing.yaml", "--index", "0"]
+assert main() == 2
+import pyarrow
+print(pyarrow.default_memory_pool().backend_name, "pandas.core" in sys.modules)
+"""
+    assert output_of(code) == "system False"
+
+
+def test_pandas_of_user_code_is_known_to_pyarrow() -> None:
+    """Which does not find it at first. A Series would be read by its labels then."""
+    code = """
+from shuffle.footprint import keep_small
+keep_small()
+import pandas, pyarrow
+print(pyarrow.array(pandas.Series([1.0, None, 3.0]).iloc[::-1]).to_pylist())
+"""
+    assert output_of(code) == "[3.0, None, 1.0]"
+
+
 @pytest.mark.parametrize("command", ["run", "check", "status", "top"])
 def test_help_of_each_command_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

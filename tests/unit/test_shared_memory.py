@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -192,6 +193,23 @@ def test_memory_that_cannot_be_opened_costs_one_question(mapper: Served, monkeyp
     stream = mapper.stream()
     assert numbers(stream) == list(range(ROWS))
     assert len(tried) == 1
+    stream.close()
+
+
+def test_memory_that_cannot_be_had_is_done_without(
+    mapper: Served, taken: list[Note], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def refused(name: str, flags: int) -> int:
+        tried.append(name)
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(shared_memory.os, "memfd_create", refused)
+    stream = mapper.stream()
+    assert numbers(stream) == list(range(ROWS))
+    assert taken == []
+    assert len(tried) == 1, "for each exchange"
     stream.close()
 
 

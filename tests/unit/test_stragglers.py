@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +147,17 @@ def test_nothing_is_spilled_while_there_is_memory() -> None:
     assert core.spilling.stragglers == {2}
     plan = core.trim_plan()
     assert plan is None or not plan.spill
+
+
+def test_memory_that_is_shared_with_reducers_does_not_keep_rows_from_being_spilled() -> None:
+    core = core_with(replace(SPEC, memory_share=1.0))
+    core.reserved_bytes = core.memory_bytes_max // 2
+    outage(core)
+    assert not core.wants_input
+    assert core.nbytes < core.memory_bytes_max
+    plan = core.trim_plan()
+    assert plan is not None
+    assert set(plan.spill) == {2}
 
 
 def test_nothing_is_spilled_where_the_spec_says_so() -> None:

@@ -102,17 +102,12 @@ def served_store(spec: ProcessorSpec, supervisor: Supervisor, logs: Path) -> Ite
 def answering_address(folder: Path) -> str | None:
     """Of the daemon that serves the store in ``folder``; None if there is none."""
     from statestore import StateClient
-    from statestore.folder import served_at
 
-    address = served_at(folder)
-    if address is None:
+    client = StateClient.serving(folder)
+    if client is None:
         return None
-    try:
-        with StateClient.connect(address) as client:
-            # A daemon that was killed has left its address; another store's, or a mapper, may have its port now.
-            return address if client.serves(folder.absolute()) else None
-    except ShuffleError:
-        return None
+    with client:
+        return client.address
 
 
 def _wait_for_store(child: Child, folder: Path) -> str:

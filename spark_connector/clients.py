@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from shuffle.errors import CommitConflict, CommitUnknown, ShuffleError, StoreUnavailable
+from shuffle.errors import CommitConflict, CommitUnknown, StoreUnavailable
 from statestore import StateClient
 from statestore.folder import served_at
 
@@ -81,13 +81,8 @@ class StoreHandle:
     def _connect(self, address: str) -> StateClient:
         if address == self.state:
             return StateClient.connect(address)
-        try:
-            client = StateClient.connect(address)
-        except ShuffleError as error:
-            raise self._not_served() from error
-        if not client.serves(self._folder):
-            # A daemon that was killed has left its address, and another store's has its port now.
-            client.close()
+        client = StateClient.serving(self._folder)
+        if client is None:
             raise self._not_served()
         return client
 

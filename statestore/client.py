@@ -64,18 +64,9 @@ class StateClient:
         path = Path(folder).absolute()
         deadline = time.monotonic() + _OPEN_WAIT_S
         while True:
-            address = served_at(path)
-            if address is not None:
-                try:
-                    client = StateClient.connect(address, timeout_s)
-                except ShuffleError:
-                    # The daemon that left its address is gone, or is being replaced; or something else has its port.
-                    pass
-                else:
-                    if client.serves(path):
-                        return client
-                    # The daemon that left its address is gone, and that of another store has its port now.
-                    client.close()
+            client = StateClient.serving(path, timeout_s)
+            if client is not None:
+                return client
             try:
                 from statestore.local import LocalStore
 
@@ -84,6 +75,23 @@ class StateClient:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
+
+    @staticmethod
+    def serving(folder: Path, timeout_s: float | None = None) -> StateClient | None:
+        """A client of the daemon that serves the store in ``folder``; None if there is none."""
+        address = served_at(folder.absolute())
+        if address is None:
+            return None
+        try:
+            client = StateClient.connect(address, timeout_s)
+        except ShuffleError:
+            # The daemon that left its address is gone, or is being replaced; or something else has its port.
+            return None
+        if client.serves(folder):
+            return client
+        # The daemon that left its address is gone, and that of another store has its port now.
+        client.close()
+        return None
 
     @property
     def store(self) -> Store:

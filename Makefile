@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 
 # Every package of the project that is there.
 PACKAGES := $(patsubst %/__init__.py,%,$(wildcard $(addsuffix /__init__.py,\
-	shuffle mapper reducer statestore spark_connector pyspark_shuffle perf examples)))
+	shuffle pyspark_shuffle perf examples tools)))
 # Every benchmark: a module of perf/ with the arguments that all have. `make perf PERF=NAME` runs one.
 PERF ?= $(patsubst perf/%.py,%,$(shell grep -ls '= report\.parser\b' perf/*.py))
 # Two processes: most tests wait for another process, or use one core. Each has a Spark session of its own.
@@ -19,7 +19,7 @@ export PYSPARK_DRIVER_PYTHON := $(CURDIR)/$(BIN)/python
 WITH_JAVA = JAVA_HOME="$$($(BIN)/python tools/java_home.py)" && export JAVA_HOME &&
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test test-long perf demo proto clean
+.PHONY: help setup check format test test-long perf demo reference proto clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,8 +64,11 @@ perf: $(STAMP) ## every benchmark, results and pictures also in perf/results
 demo: $(STAMP) ## a small processor from beginning to end
 	$(BIN)/shuffle demo
 
+reference: $(STAMP) ## make the tables of docs/reference anew from the code
+	$(BIN)/python -m tools.reference
+
 proto: $(STAMP) ## generate statestore/proto/*_pb2*.py again
-	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. statestore/proto/*.proto
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. shuffle/statestore/proto/*.proto
 
 clean: ## remove what make made, .venv too
 	rm -rf $(VENV) build perf/results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -205,14 +205,7 @@ def terminated_as_interrupted() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="shuffle demo", description="The activity job with kills, checked row by row."
-    )
-    parser.add_argument("--rows", type=int, default=ROWS_DEFAULT, help=f"log lines in all (default: {ROWS_DEFAULT:,})")
-    parser.add_argument("--seed", type=int, default=1, help="equal seeds give equal log lines (default: 1)")
-    parser.add_argument("--keep", action="store_true", help="keep the folder with the state and the logs")
-    parser.add_argument("--no-kill", action="store_true", help="let all workers live")
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     console = Console()
     folder = Path(tempfile.mkdtemp(prefix="shuffle-demo-"))
     try:
@@ -231,6 +224,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             shutil.rmtree(folder, ignore_errors=True)
     print(verdict)
     return 0 if verdict.exact else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shuffle demo", description="The activity job with kills, checked row by row."
+    )
+    parser.add_argument("--rows", type=int, default=ROWS_DEFAULT, help=f"log lines in all (default: {ROWS_DEFAULT:,})")
+    parser.add_argument("--seed", type=int, default=1, help="equal seeds give equal log lines (default: 1)")
+    parser.add_argument("--keep", action="store_true", help="keep the folder with the state and the logs")
+    parser.add_argument("--no-kill", action="store_true", help="let all workers live")
+    return parser
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,9 +18,10 @@ from typing import Any
 import yaml
 
 from perf.report import command_line, process_tree
+from shuffle import launch
 from shuffle.errors import ShuffleError, StoreUnavailable
+from shuffle.statestore.folder import served_at
 from statestore import StateClient
-from statestore.folder import served_at
 
 PROJECT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 30.0
@@ -53,7 +53,7 @@ class LocalSystem:
     def _start_store(self) -> None:
         path = self.folder / "store"
         path.mkdir(parents=True, exist_ok=True)
-        self._store = self._start("store", ["statestore", "--path", str(path), "--listen", "127.0.0.1:0"])
+        self._store = self._start("store", ["shuffle.statestore", "--path", str(path), "--listen", "127.0.0.1:0"])
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self._store.poll() is not None:
@@ -92,17 +92,16 @@ class LocalSystem:
         return worker
 
     def _start(self, name: str, arguments: list[str]) -> subprocess.Popen[bytes]:
-        path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH", "")]))
         with self._log_path(name).open("ab") as log:
             return subprocess.Popen(
                 # Launched so that it dies with this process, even if that is killed.
-                [sys.executable, "-m", "shuffle.launch", str(os.getpid()), *arguments],
+                launch.command(*arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
                 # Temporary files of the children go when the folder goes, however they end.
-                env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(self.folder)},
+                env={**launch.environment(), "TMPDIR": str(self.folder)},
                 # Ctrl-C in a terminal goes to the whole group; the children are to be stopped in order, by us.
                 start_new_session=True,
             )
@@ -142,7 +141,7 @@ def workers(controller_pid: int, role: str) -> dict[int, int]:
     found = {}
     for pid in process_tree(controller_pid)[1:]:
         arguments = command_line(pid)
-        if role in arguments and "--index" in arguments[:-1]:
+        if {role, f"shuffle.{role}"}.intersection(arguments) and "--index" in arguments[:-1]:
             found[int(arguments[arguments.index("--index") + 1])] = pid
     return found
 

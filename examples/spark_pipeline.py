@@ -35,6 +35,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from examples.activity import COLUMNS, KEY_COLUMNS, TABLE
 from examples.local import PROJECT, LocalSystem
 from perf.workload import RESULT_SCHEMA, Difference, Workload, difference, oracle
+from shuffle import launch
 from shuffle.errors import ShuffleError
 
 ROWS_DEFAULT = 200_000
@@ -54,12 +55,10 @@ class Mappers:
         self._processes = {index: self._start(index) for index in range(count)}
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
-        command = ["mapper", str(self.spec), "--index", str(index)]
-        path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
         with (self._system.folder / f"{self.spec.stem}-mapper.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "shuffle.launch", str(os.getpid()), *command],
-                env={**os.environ, "PYTHONPATH": path},
+                launch.command("shuffle.mapper", str(self.spec), "--index", str(index)),
+                env=launch.environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from shuffle.footprint import keep_freed, keep_small, share_freed
@@ -13,18 +12,14 @@ SPARE_BYTES_MAX = 64 << 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="shuffle mapper", description="Run one mapper of a streaming processor.")
-    parser.add_argument("spec", metavar="SPEC", help="the YAML file that describes the processor")
-    parser.add_argument("--index", type=int, required=True, help="which mapper: the partition of the input, from 0")
-    parser.add_argument("--listen", metavar="HOST:PORT", help="where to serve reducers (default: as the spec says)")
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     share_freed()
     keep_small()
 
-    from mapper.daemon import run
     from shuffle.cli import report
     from shuffle.config import load_spec
     from shuffle.errors import ShuffleError
+    from shuffle.mapper.daemon import run
 
     try:
         spec = load_spec(options.spec)
@@ -34,5 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(spec, options.index, listen=options.listen)
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shuffle mapper", description="Run one mapper of a streaming processor.")
+    parser.add_argument("spec", metavar="SPEC", help="the YAML file that describes the processor")
+    parser.add_argument("--index", type=int, required=True, help="which mapper: the partition of the input, from 0")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="where to serve reducers (default: as the spec says)")
+    return parser
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    from shuffle.vital_threads import leave
+
+    leave(main())

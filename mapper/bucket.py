@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from mapper.window import Part, Window
 from shuffle.ids import NOTHING_COMMITTED, ReducerIndex, ShuffleIndex
+from shuffle.mapper.window import Part, Window
 from shuffle.messages import METADATA_FIELDS
 
 
@@ -35,6 +35,8 @@ class Bucket:
         """The highest index the reducer has told. After a restart it may be ahead of what has been mapped again."""
         self.dropped = NOTHING_COMMITTED
         """The shuffle index of the last row dropped from here: nothing up to it can be served any more."""
+        self.served = NOTHING_COMMITTED
+        """The highest index this instance has served since its restart, from here or from the spill."""
         self.given_up = NOTHING_COMMITTED
         """The shuffle index of the last row that was given up: in the spill or, if it is not there, committed."""
         self.rows = 0

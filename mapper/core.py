@@ -4,9 +4,12 @@ The life of a row in here:
 
 1. ``ingest`` gives it a shuffle index and puts it into a part of a window entry and into its reducer's bucket, after
    checking that the persisted state is still the one this instance knows. Only from then on can it be served.
-2. ``get_rows`` serves it, any number of times, until its reducer says that it is committed; then it is dropped.
+2. ``get_rows`` serves it, any number of times, until its reducer says that it is committed; then it is dropped from
+   memory. What was never served cannot be committed: a request that says so is refused, unless the reducer's own row in
+   the store says it, too.
 3. Entries at the front of the window with no uncommitted row retire; ``local`` moves past them.
-4. ``trim_plan`` says what to write in a transaction so that the persisted state follows; ``trimmed`` records it.
+4. ``trim_plan`` says what to write in a transaction so that the persisted state follows; ``trimmed`` records it. What
+   is forgotten for good follows the store's word and not that of requests: ``check_claims`` compares the two before.
 
 Where reducers are away for long, 3 would never come for the entries they hold, so their rows of those go to the spill
 (``spilling``): ``trim_plan`` names them, and the transaction that moves the persisted state past them stores them. From
@@ -25,15 +28,16 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from mapper.bucket import Bucket, ServedBatch
-from mapper.spill import Spill, SpillEnd, SpillPart, SpillRead
-from mapper.spilling import Spilling, spill_part
-from mapper.state import MapperState
-from mapper.window import Part, Places, Window, WindowEntry, WindowSize
 from shuffle.config import SpillSpec
 from shuffle.errors import BadInput, RowsGone, SplitBrain, StaleMapper, StoreUnavailable
 from shuffle.ids import Guid, InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB
+from shuffle.mapper.bucket import Bucket, ServedBatch
+from shuffle.mapper.claims import Claims
+from shuffle.mapper.spill import Spill, SpillEnd, SpillPart, SpillRead
+from shuffle.mapper.spilling import Spilling, Watched, spill_part
+from shuffle.mapper.state import MapperState
+from shuffle.mapper.window import Part, Places, Window, WindowEntry, WindowSize
 from shuffle.messages import GetRows
 
 OWN_STATES_MAX = 16
@@ -75,6 +79,10 @@ class TrimPlan:
     dead_letters: pa.Table | None
     spill: Mapping[ReducerIndex, Sequence[SpillPart]] = field(default_factory=dict)
     """Per straggler: its uncommitted rows before ``state``, in their order."""
+    claims: Mapping[ReducerIndex, ShuffleIndex] = field(default_factory=dict)
+    """See ``MapperCore.claims``: what must be true before this is committed."""
+    dropped: Mapping[ReducerIndex, ShuffleIndex] = field(default_factory=dict)
+    """Per straggler: the last of its rows that is in neither the window nor the spill, being committed."""
 
 
 @dataclass(slots=True)
@@ -94,16 +102,21 @@ class MapperCore:
         reducer_count: int,
         memory_bytes_max: int,
         spill: SpillSpec | None = None,
+        processor: str = "",
     ) -> None:
         """Without ``spill`` nothing is ever spilled; what was spilled before is served all the same."""
         self.guid = guid
+        self.processor = processor
         self.mapper_index = mapper_index
         self.memory_bytes_max = memory_bytes_max
         self.reserved_bytes = 0
         """Of that limit, for others than the window: memory shared with reducers (``serve``)."""
         self.schema: pa.Schema | None = None
         """Of the mapped rows; unknown until the first batch was mapped."""
-        self._reducer_count = reducer_count
+        self.reducer_count = reducer_count
+        self._claims = Claims(mapper_index, reducer_count)
+        self.waiting = [0] * reducer_count
+        """How many requests of each reducer wait for rows at this moment; kept by whoever lets them wait."""
         self.spilling = Spilling(reducer_count, memory_bytes_max, spill)
         self.restart(None)
 
@@ -112,7 +125,7 @@ class MapperCore:
     ) -> None:
         """Drop everything and go on from ``persisted``; None is the state of a mapper that never ran.
 
-        ``committed``: what each reducer had committed then, or later. Rows before the state are gone, and a reducer
+        ``committed``: what each reducer's row said then, or later. Rows before the state are gone, and a reducer
         that does not know that it has committed them must not be served as if they had never been.
         What is in the spill must be told by ``load_spill``; until then it counts as empty.
         """
@@ -122,10 +135,11 @@ class MapperCore:
         self._retired: deque[_Retired] = deque()
         self._dead_letter_bytes = 0
         self._window = Window()
-        self._buckets = [Bucket(ReducerIndex(index)) for index in range(self._reducer_count)]
+        self._buckets = [Bucket(ReducerIndex(index)) for index in range(self.reducer_count)]
         self._restart_index = self.persisted.shuffle_unread_row_index
+        self.learn_committed(committed or {})
         for reducer_index, row_index in (committed or {}).items():
-            if reducer_index < self._reducer_count:
+            if reducer_index < self.reducer_count:
                 self._buckets[reducer_index].dropped = min(row_index, ShuffleIndex(self._restart_index - 1))
         self.next_input_index = self.persisted.input_unread_row_index
         self.next_shuffle_index = self.persisted.shuffle_unread_row_index
@@ -222,7 +236,7 @@ class MapperCore:
     def get_rows(self, request: GetRows) -> list[ServedBatch]:
         """Answer one GetRows. The steps are those of the protocol:
 
-        1. refuse a request that was meant for another instance;
+        1. refuse a request that was meant for another instance, and one that calls rows committed that cannot be;
         2. drop what the reducer has committed, move the pointer counts, retire entries at the front;
         3. answer the rows after the cursor. They stay in the bucket. While there are rows after it in the spill, none:
            ``spill_read`` says where those are.
@@ -230,6 +244,7 @@ class MapperCore:
         # 1
         self._check_request(request)
         bucket = self._buckets[request.reducer_index]
+        self._claims.check_request(request, bucket)
         self._check_servable(request, bucket)
         # 2
         if request.committed_row_index > bucket.committed:
@@ -245,7 +260,15 @@ class MapperCore:
         rows = bucket.rows_after(
             request.from_row_index, request.to_row_index, request.max_rows, request.max_bytes, request.with_metadata
         )
-        return list(rows)
+        served = list(rows)
+        self.note_served(request.reducer_index, served)
+        return served
+
+    def note_served(self, reducer_index: ReducerIndex, served: Sequence[ServedBatch]) -> None:
+        """These rows are about to be sent, whether they came from the bucket or from the spill."""
+        if served:
+            bucket = self._buckets[reducer_index]
+            bucket.served = max(bucket.served, served[-1].last_row_index)
 
     def spill_read(self, request: GetRows) -> SpillRead | None:
         """What to read of the spill to answer ``request``; None if its rows are in the bucket."""
@@ -273,9 +296,15 @@ class MapperCore:
                 mapper_index=self.mapper_index,
                 mapper_id=self.guid,
             )
-        if not 0 <= request.reducer_index < self._reducer_count:
+        if request.processor and request.processor != self.processor:
             raise BadInput(
-                f"there is no reducer {request.reducer_index}: mapper {self.mapper_index} knows {self._reducer_count}",
+                f"the request is of processor {request.processor!r}, but this is mapper {self.mapper_index} of "
+                f"processor {self.processor!r}: nothing was changed. Ask the mappers of your own processor",
+                processor=self.processor,
+            )
+        if not 0 <= request.reducer_index < self.reducer_count:
+            raise BadInput(
+                f"there is no reducer {request.reducer_index}: mapper {self.mapper_index} knows {self.reducer_count}",
                 reducer_index=request.reducer_index,
             )
         if request.max_rows < 1 or request.max_bytes < 1:
@@ -319,11 +348,32 @@ class MapperCore:
                 dropped_row_index=self._restart_index - 1,
             )
 
+    # What is committed: the store's word
+
+    def learn_committed(self, committed: Mapping[ReducerIndex, ShuffleIndex]) -> None:
+        """What the reducers' rows in the store say, or said a moment ago."""
+        self._claims.learn(committed)
+
+    def claims(self) -> dict[ReducerIndex, ShuffleIndex]:
+        """Per reducer the last row dropped because of a claim that the store has not been seen to confirm."""
+        return self._claims.unconfirmed(self._buckets, self.spilling.spills)
+
+    def check_claims(
+        self, claims: Mapping[ReducerIndex, ShuffleIndex], committed: Mapping[ReducerIndex, ShuffleIndex]
+    ) -> None:
+        """Raise FalseClaim if one of ``claims`` is not true by ``committed``, which was read after they were made."""
+        self._claims.learn(committed)
+        self._claims.check(claims)
+
     # Spilling
 
     def tick(self, now_ms: int) -> None:
         """Look who is late; ``trim_plan`` decides by it. To be called every now and then."""
-        self.spilling.tick(now_ms, self._buckets, self.next_shuffle_index, self.nbytes, self.window_bytes_max)
+        reducers = [
+            Watched(bucket, self._claims.committed(bucket), self.waiting[bucket.reducer_index] > 0)
+            for bucket in self._buckets
+        ]
+        self.spilling.tick(now_ms, reducers, self.next_shuffle_index, self.nbytes, self.window_bytes_max)
 
     @property
     def spill_is_due(self) -> bool:
@@ -360,7 +410,11 @@ class MapperCore:
                 self._dead_letter_bytes += letter_bytes
 
     def trim_plan(self) -> TrimPlan | None:
-        """What to commit next, or None if the persisted state cannot be advanced."""
+        """What to commit next, or None if the persisted state cannot be advanced.
+
+        It relies on what requests have called committed up to now. Before it is committed, ``check_claims`` must have
+        compared ``claims`` with what the store says; what requests say after this does not matter to it.
+        """
         letters: list[pa.Table] = []
         letter_bytes = 0
         state = self.persisted
@@ -385,7 +439,9 @@ class MapperCore:
         # From here on the plan may be committed without this instance ever hearing of it.
         if state not in self._attempts:
             self._attempts.append(state)
-        return TrimPlan(self.persisted, state, pa.concat_tables(letters) if letters else None, spill)
+        dropped = {reducer_index: self._buckets[reducer_index].dropped for reducer_index in spill}
+        table = pa.concat_tables(letters) if letters else None
+        return TrimPlan(self.persisted, state, table, spill, self.claims(), dropped)
 
     def trimmed(self, state: MapperState) -> None:
         """``state`` is now the persisted one. What the window still holds before it is in the spill."""

@@ -1,6 +1,7 @@
 """One mapper as a process: ingestion, server, trim, lease and metrics, wired together.
 
-Threads: the one that calls ``run`` ingests; one trims; Flight's own serve; one keeps the lease; one serves metrics.
+Threads: the one that calls ``run`` ingests; one trims; Flight's own serve; one keeps the lease; one serves metrics; one
+waits to be told to stop. None of them dies alone (``shuffle.vital_threads``): the mapper stops, and ``run`` says why.
 Everything is closed in the opposite order of its beginning, so that the last trim still finds a store.
 """
 
@@ -12,28 +13,31 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mapper.core import MapperCore
-from mapper.ingest import BACKOFF_S_MAX, BACKOFF_S_MIN, Ingestion, passes
-from mapper.mapping import Mapping, create
-from mapper.reader import PartitionReader, open_reader
-from mapper.serve import MapperServer, SharedCore
-from mapper.spill import SpillEnd
-from mapper.spill_store import SpillStore
-from mapper.trim import Trimmer
 from shuffle import crash_points
 from shuffle.api import WorkerSpec
 from shuffle.config import ProcessorSpec, check_against_store, load_class
 from shuffle.discovery import Membership, mappers_group
-from shuffle.errors import ShuffleError, SpecError, SplitBrain, TableExists, UserCodeError
+from shuffle.errors import FalseClaim, ShuffleError, SpecError, SplitBrain, TableExists, UserCodeError
 from shuffle.ids import MapperIndex, ReducerIndex, new_guid
 from shuffle.logs import get_logger, setup_logging
+from shuffle.mapper.core import MapperCore
+from shuffle.mapper.ingest import BACKOFF_S_MAX, BACKOFF_S_MIN, Ingestion, passes
+from shuffle.mapper.mapping import Mapping, create
+from shuffle.mapper.reader import PartitionReader, open_reader
+from shuffle.mapper.serve import MapperServer, SharedCore
+from shuffle.mapper.spill import SpillEnd
+from shuffle.mapper.spill_store import SpillStore
+from shuffle.mapper.state import lookup_committed
+from shuffle.mapper.trim import Trimmer
 from shuffle.metrics import MapperMetrics, serve_metrics
 from shuffle.poison import DEAD_LETTER_SCHEMA
+from shuffle.vital_threads import start_vital
 
 if TYPE_CHECKING:
-    from statestore import StateClient
+    from shuffle.statestore import StateClient
 
 DRAIN_S = 10.0
 """After a row that stops the mapper: how long what was mapped before it is still served."""
@@ -175,9 +179,11 @@ class _Daemon:
         self._reader = reader
         self._metrics_port = spec.metrics_port("mapper", index)
         self._metrics = MapperMetrics(spec.processor, index, self._metrics_port is not None)
-        self._core = MapperCore(worker.guid, index, worker.reducer_count, spec.mapper.memory_bytes, spec.spill)
-        spill = SpillStore(client, spec.processor, index, worker.reducer_count, spec.spill.compression)
-        self._shared = SharedCore(self._core, worker.reducer_count, spill.read)
+        reducers = worker.reducer_count
+        self._core = MapperCore(worker.guid, index, reducers, spec.mapper.memory_bytes, spec.spill, spec.processor)
+        spill = SpillStore(client, spec.processor, index, reducers, spec.spill.compression)
+        committed = partial(lookup_committed, client, spec.processor, index, reducers)
+        self._shared = SharedCore(self._core, reducers, spill.read, committed)
         self._trimmer = Trimmer(
             client,
             spec.processor,
@@ -189,14 +195,17 @@ class _Daemon:
             spec.mapper.trim_period_ms / 1000,
         )
         self._trimmer.on_conflict = self._metrics.conflicts.inc
+        self._trimmer.on_dead_letters = self._metrics.dead_letters.inc
         self._trimmer.on_spilled = self._spilled
         self._ingestion = Ingestion(client, spec, index, self._shared, reader, mapping, self._metrics, spill)
         self._stop_trim = threading.Event()
-        self._trim_failed: ShuffleError | None = None
+        self._stop = threading.Event()
+        self._failure: ShuffleError | None = None
         self._lag_rows: int | None = None
         self._measured_s = 0.0
 
     def run(self, listen: str, stop: threading.Event, on_ready: Callable[[str], None]) -> None:
+        self._stop = stop
         with ExitStack() as closing:
             closing.callback(self._reader.close)
             server = MapperServer(self._shared, listen, status=self._status, on_served=self._served)
@@ -204,11 +213,12 @@ class _Daemon:
             address = advertised(server.address)
             attributes = {"index": str(self._worker.index), "address": address}
             if self._metrics_port is not None:
-                server_of_metrics = serve_metrics(self._metrics.registry, port=self._metrics_port)
+                server_of_metrics = serve_metrics(self._metrics.registry, self._fail, port=self._metrics_port)
                 attributes["metrics"] = closing.enter_context(server_of_metrics).address
-            closing.enter_context(self._trimming(stop))
+            closing.enter_context(self._trimming())
             group = mappers_group(self._spec.processor)
-            membership = Membership(self._client, group, self._worker.guid, attributes, self._spec.lease_ttl_ms)
+            ttl_ms = self._spec.lease_ttl_ms
+            membership = Membership(self._client, group, self._worker.guid, attributes, ttl_ms, self._fail)
             closing.enter_context(membership)
             crash_points.reach("mapper.after_registering")
             _log.info("serving", guid=self._worker.guid, **attributes)
@@ -220,8 +230,18 @@ class _Daemon:
                 _log.error("map failed, reading no further", error=error)
                 self._drain(stop)
                 raise
-        if self._trim_failed is not None:
-            raise self._trim_failed
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, error: ShuffleError) -> None:
+        """The mapper cannot go on, and ``run`` is to end with ``error``. Called by any thread."""
+        self._failure = self._failure or error
+        self._stop.set()
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        self._reader.interrupt()
+        self._shared.close()
 
     @contextmanager
     def _interrupting(self, stop: threading.Event) -> Iterator[None]:
@@ -231,12 +251,10 @@ class _Daemon:
         def wait() -> None:
             while not ended.is_set():
                 if stop.wait(0.5):
-                    self._reader.interrupt()
-                    self._shared.close()
+                    self._interrupt()
                     return
 
-        thread = threading.Thread(target=wait, name="wait-for-stop", daemon=True)
-        thread.start()
+        start_vital(wait, "wait-for-stop", self._fail)
         try:
             yield
         finally:
@@ -253,16 +271,15 @@ class _Daemon:
     # Trim
 
     @contextmanager
-    def _trimming(self, stop: threading.Event) -> Iterator[None]:
-        thread = threading.Thread(target=self._trim_regularly, args=(stop,), name="trim", daemon=True)
-        thread.start()
+    def _trimming(self) -> Iterator[None]:
+        thread = start_vital(self._trim_regularly, "trim", self._fail)
         try:
             yield
         finally:
             self._stop_trim.set()
             thread.join(timeout=CLOSE_S)
 
-    def _trim_regularly(self, stop: threading.Event) -> None:
+    def _trim_regularly(self) -> None:
         while True:
             last = self._stop_trim.wait(self._trimmer.pause_s)
             if last:
@@ -277,15 +294,25 @@ class _Daemon:
             except SplitBrain as error:
                 _log.info("trim found another instance's state", reason=error.message)
                 self._ingestion.twin_seen.set()
+            except FalseClaim as error:
+                self._false_claim(error)
             except Exception as error:
                 if not passes(error):
                     _log.error("the input cannot be trimmed", error=error)
-                    self._trim_failed = error if isinstance(error, ShuffleError) else ShuffleError(f"trim: {error!r}")
-                    stop.set()
+                    if not isinstance(error, ShuffleError):
+                        raise
+                    self._fail(error)
                     return
                 _log.warning("trim not possible now", error=error)
             if last:
                 return
+
+    def _false_claim(self, error: FalseClaim) -> None:
+        """Once: until the ingestion has started again, every trim finds the same."""
+        if not self._ingestion.false_claim_seen.is_set():
+            _log.error("rows were called committed that are not", error=error, **error.fields)
+            self._metrics.false_claims.inc()
+            self._ingestion.false_claim_seen.set()
 
     # Seeing
 

@@ -13,18 +13,13 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from mapper.mapping import Mapping
-from mapper.reader import PartitionReader
-from mapper.serve import SharedCore
-from mapper.spill_store import SpillStore
-from mapper.state import MapperState, PersistedState, lookup_state, mappers_table, state_rows
-from reducer.state import REDUCERS_KEY, ReducerState
 from shuffle import crash_points
 from shuffle.config import ProcessorSpec
 from shuffle.errors import (
     CommitConflict,
     CommitUnknown,
     CorruptData,
+    FalseClaim,
     FormatTooNew,
     OutOfRange,
     SplitBrain,
@@ -34,11 +29,16 @@ from shuffle.errors import (
 )
 from shuffle.ids import InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.logs import get_logger
+from shuffle.mapper.mapping import Mapping
+from shuffle.mapper.reader import PartitionReader
+from shuffle.mapper.serve import SharedCore
+from shuffle.mapper.spill_store import SpillStore
+from shuffle.mapper.state import MapperState, PersistedState, lookup_committed, lookup_state, mappers_table, state_rows
 from shuffle.metrics import MapperMetrics
 from shuffle.poison import is_transient
 
 if TYPE_CHECKING:
-    from statestore import StateClient
+    from shuffle.statestore import StateClient
 
 ROOM_WAIT_S = 1.0
 """A full mapper looks this often whether it still is the only instance."""
@@ -85,6 +85,8 @@ class Ingestion:
         self.trim_mutex = threading.Lock()
         self.twin_seen = threading.Event()
         """Set by the trim when it finds another instance's state."""
+        self.false_claim_seen = threading.Event()
+        """Set by the trim when rows were dropped that are not committed: they must be read and served again."""
 
     def restart(self) -> None:
         """Drop everything and go on from the persisted state, which is written first if there is none."""
@@ -97,6 +99,7 @@ class Ingestion:
             self._shared.restart(state, committed, spills)
             self._poisoned = None
             self.twin_seen.clear()
+            self.false_claim_seen.clear()
         _log.info(
             "reading from",
             input_unread_row_index=state.input_unread_row_index,
@@ -122,12 +125,7 @@ class Ingestion:
 
     def _committed(self) -> dict[ReducerIndex, ShuffleIndex]:
         """What each reducer has committed of this mapper's rows."""
-        keys = pa.table([pa.array(range(self._spec.reducer.count), pa.int32())], schema=REDUCERS_KEY)
-        rows = self._client.lookup(self._spec.reducers_table, keys)
-        return {
-            ReducerIndex(row["reducer_index"]): ReducerState.decode_any(row["committed_row_indices"])[self._index]
-            for row in rows.to_pylist()
-        }
+        return lookup_committed(self._client, self._spec.processor, self._index, self._spec.reducer.count)
 
     def _fetch(self) -> MapperState | None:
         return self._persisted.fetch()
@@ -149,6 +147,8 @@ class Ingestion:
         """
         if self.twin_seen.is_set():
             raise SplitBrain(f"mapper {self._index}: the trim found the state of another instance")
+        if self.false_claim_seen.is_set():
+            raise FalseClaim(f"mapper {self._index}: the trim found rows dropped that are not committed")
         # 1
         if not self._wait_for_room():
             self.observe()
@@ -244,6 +244,9 @@ class Ingestion:
                     self._core.forget_spill()
                 fresh = True
                 stop.wait(delay_s)
+            except FalseClaim as error:
+                _log.warning("dropping the window and starting again from the persisted state", reason=error.message)
+                fresh = True
             except Exception as error:
                 if not passes(error):
                     raise

@@ -7,18 +7,18 @@ is deterministic row by row, the same rows are found when the input is mapped ag
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from mapper.core import MappedBatch, MappedPart
 from shuffle.api import Mapper, PartitionedRowset, WorkerSpec
 from shuffle.config import OnError
 from shuffle.errors import BadInput, ShuffleError, UserCodeError
 from shuffle.ids import InputIndex, ReducerIndex
+from shuffle.mapper.core import MappedBatch, MappedPart
 from shuffle.partition import split_by_partition
 from shuffle.poison import dead_letters, is_transient, locate_poison, place_of, reason_of, split_rows
 
@@ -156,16 +156,16 @@ class Mapping:
         return type(self.mapper).__qualname__
 
 
-def create(make: Callable[..., Mapper], *args: Any) -> Mapper:
-    """The user's object; what its constructor raises is the user's error."""
+def create(make: type[Mapper], config: MappingOf[str, Any], *args: Any) -> Mapper:
+    """The user's object, given the defaults it declares; what its constructor raises is the user's error."""
+    from shuffle.library import check_config
+
     try:
-        return make(*args)
+        return make(check_config(make, config), *args)
     except ShuffleError:
         raise
     except Exception as error:
-        raise UserCodeError(
-            f"{getattr(make, '__qualname__', make)} could not be created: {reason_of(error)}"
-        ) from error
+        raise UserCodeError(f"{make.__qualname__} could not be created: {reason_of(error)}") from error
 
 
 def cut(mapped: pa.Table, partition_indexes: np.ndarray[Any, Any], reducer_count: int) -> list[MappedPart]:

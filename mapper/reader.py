@@ -19,7 +19,7 @@ from shuffle.limits import MIB
 
 if TYPE_CHECKING:
     from shuffle.config import InputSpec, MapperSpec
-    from statestore import StateClient
+    from shuffle.statestore import StateClient
 
 BATCH_BYTES_MAX_DEFAULT = 16 * MIB
 
@@ -28,15 +28,15 @@ START = Token(b"")
 
 
 class PartitionReader(ABC):
-    """One partition of the input."""
+    """One partition of the input. Rows must come in the same order, with the same content, whenever they are read."""
 
     wait_ms: int = 0
-    """How long ``read`` may wait for rows when there are none."""
+    """How many milliseconds ``read`` may wait for rows when there are none."""
 
     @property
     @abstractmethod
     def schema(self) -> pa.Schema:
-        """Of the rows that ``read`` returns; always the same."""
+        """The schema of the rows that ``read`` returns. It is always the same."""
 
     @abstractmethod
     def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
@@ -143,7 +143,7 @@ def open_reader(spec: InputSpec, index: int, client: StateClient, mapper: Mapper
     if spec.folder is None:
         raise SpecError("the input names neither a queue nor a folder")
     # Only here, since Parquet's library would weigh on every mapper that reads a queue.
-    from mapper.folder import FolderReader, partition_folders
+    from shuffle.mapper.folder import FolderReader, partition_folders
 
     folders = partition_folders(spec.folder)
     if index >= len(folders):
@@ -155,6 +155,6 @@ def partition_count(spec: InputSpec, client: StateClient) -> int:
     """How many partitions the input has, and so how many mappers there are."""
     if spec.queue is not None:
         return int(client.queue(spec.queue).partitions)
-    from mapper.folder import partition_folders
+    from shuffle.mapper.folder import partition_folders
 
     return len(partition_folders(spec.folder or ""))

@@ -6,6 +6,7 @@ Handlers hold the lock only for slicing: small batches are joined, and everythin
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,15 +16,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from mapper.bucket import Bucket, ServedBatch
-from mapper.core import MappedBatch, MapperCore
-from mapper.spill import Spill, SpillHead, SpillRead
-from mapper.state import MapperState
 from shuffle import crash_points, flight
-from shuffle.errors import BadInput, OutOfRange, ShuffleError, StoreUnavailable, to_wire
+from shuffle.errors import BadInput, NotServed, OutOfRange, ShuffleError, StoreUnavailable, to_wire
 from shuffle.ids import ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB, WAIT_MS_MAX
+from shuffle.mapper.bucket import Bucket, ServedBatch
+from shuffle.mapper.core import MappedBatch, MapperCore
+from shuffle.mapper.spill import Spill, SpillHead, SpillRead
+from shuffle.mapper.state import MapperState
 from shuffle.messages import METADATA_FIELDS, NO_ROWS, ROWS_EXCHANGE, STREAM_OVER, BatchTail, GetRows, SharedRows
+from shuffle.places import Places
 from shuffle.shared_memory import BYTES_MIN, Outbox, machine
 
 JOIN_BYTES_MAX = 1 * MIB
@@ -41,9 +43,21 @@ OUTBOX_BYTES_MIN = 1 * MIB
 WAITERS_PER_REDUCER_MAX = 4
 """Requests of one reducer that may wait at once: its own, and those of instances and calls that it has given up."""
 
+CROWDED_WAIT_S = 0.1
+"""The longest wait of one more request than those: long enough that who asks again at once is not always asking."""
+
+EXCHANGES_PER_REDUCER_MAX = 8
+EXCHANGES_MIN = 64
+"""Exchanges and calls that are served at once, for each reducer and at least; each has a thread. A reducer has one, and
+for a while those that it, or an instance before it, has given up; Spark's tasks and ``status`` come on top."""
+
 FULL_WAIT_S = 0.02
 """The longest wait while the window is full and the caller has not committed all that it was given: the next request
 may bring the news that makes room."""
+
+CONFIRM_S = 0.05
+"""How often at most the store is asked to confirm what requests say. Few requests need that, but anybody can send them;
+an honest one that comes too soon is sent again after a moment."""
 
 CANCEL_CHECK_S = 1.0
 """How often a waiting request looks whether its caller is still there."""
@@ -57,17 +71,22 @@ class SharedCore:
         core: MapperCore,
         reducer_count: int,
         read_spill: Callable[[SpillRead], tuple[list[SpillHead], list[ServedBatch]]] | None = None,
+        read_committed: Callable[[], Mapping[ReducerIndex, ShuffleIndex]] = dict,
     ) -> None:
-        """``read_spill`` reads spilled rows from the store; without it there are none."""
+        """``read_spill`` reads spilled rows from the store; without it there are none. ``read_committed`` reads what
+        the reducers' rows in the store say."""
         self.core = core
         self._read_spill = read_spill
+        self._read_committed = read_committed
+        self._is_confirming = False
+        self._confirmed_s = -math.inf
+        """When the store was last asked what is committed, to confirm what a request said."""
         self.lock = threading.RLock()
         self._room = threading.Condition(self.lock)
         """Notified when rows were committed, so that the ingestion may go on."""
         self._new_rows = [threading.Condition(self.lock) for _ in range(reducer_count)]
         """Notified when there are new rows for a reducer."""
         self.reducer_count = reducer_count
-        self._waiters = [0] * reducer_count
         self.closing = False
         """Nothing more is waited for: calls get what there is, and exchanges end."""
 
@@ -111,6 +130,35 @@ class SharedCore:
         self, request: GetRows, is_cancelled: Callable[[], bool] = lambda: False
     ) -> tuple[pa.Schema | None, list[ServedBatch]]:
         """The schema, None if nothing was mapped yet, and rows: at once, or as soon as there are some."""
+        try:
+            return self._answer(request, is_cancelled)
+        except NotServed:
+            # This instance may have been started while the reducer's commit was under way: the store knows.
+            if not self._confirm():
+                raise
+        return self._answer(request, is_cancelled)
+
+    def _confirm(self) -> bool:
+        """Ask the store what is committed, without the lock; False if it was asked a moment ago.
+
+        It is asked for all reducers at once, so that whoever says what is not true cannot keep it from being asked for
+        the others.
+        """
+        with self.lock:
+            if self._is_confirming or time.monotonic() - self._confirmed_s < CONFIRM_S:
+                return False
+            self._is_confirming = True
+        try:
+            committed = self._read_committed()
+        finally:
+            with self.lock:
+                self._is_confirming = False
+                self._confirmed_s = time.monotonic()
+        with self.lock:
+            self.core.learn_committed(committed)
+        return True
+
+    def _answer(self, request: GetRows, is_cancelled: Callable[[], bool]) -> tuple[pa.Schema | None, list[ServedBatch]]:
         begin_s = time.monotonic()
         deadline_s = begin_s + min(max(request.wait_ms, 0), WAIT_MS_MAX) / 1000
         settling = request.from_row_index > request.committed_row_index
@@ -119,9 +167,11 @@ class SharedCore:
             reducer = request.reducer_index
             spilled = self.core.spill_read(request)
             if spilled is None:
-                if rows or self._waiters[reducer] >= WAITERS_PER_REDUCER_MAX:
+                if rows:
                     return self.core.schema, rows
-                self._waiters[reducer] += 1
+                if self.core.waiting[reducer] >= WAITERS_PER_REDUCER_MAX:
+                    deadline_s = min(deadline_s, begin_s + CROWDED_WAIT_S)
+                self.core.waiting[reducer] += 1
                 try:
                     while not rows and spilled is None and not self.closing:
                         if settling and not self.core.wants_input:
@@ -133,7 +183,7 @@ class SharedCore:
                         rows = self._get_rows(request)
                         spilled = self.core.spill_read(request)
                 finally:
-                    self._waiters[reducer] -= 1
+                    self.core.waiting[reducer] -= 1
             if spilled is None:
                 return self.core.schema, rows
         return self._from_spill(spilled)
@@ -150,6 +200,7 @@ class SharedCore:
             raise StoreUnavailable("the rows were trimmed while they were being read: ask again soon") from None
         with self.lock:
             spilled.spill.learn(heads)
+            self.core.note_served(spilled.reducer_index, rows)
         return self.core.schema, rows
 
     def _get_rows(self, request: GetRows) -> list[ServedBatch]:
@@ -241,7 +292,7 @@ def _with_more(batches: Iterable[ServedBatch]) -> Iterator[tuple[ServedBatch, bo
 _NO_COLUMNS = pa.schema([])
 
 
-class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
+class MapperServer(flight.FlightServerBase):
     """Serves one mapper's rows."""
 
     def __init__(
@@ -259,15 +310,16 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
         self._outboxes_left = reducers if self._outbox_bytes >= OUTBOX_BYTES_MIN else 0
         self._status = status or shared.status
         self._on_served = on_served
+        self._places = Places("exchanges", max(EXCHANGES_MIN, EXCHANGES_PER_REDUCER_MAX * reducers))
         host = listen.rpartition(":")[0].rpartition("//")[2] or "127.0.0.1"
         self.address = f"grpc://{host}:{self.port}"
 
-    @flight.served
     def do_get(self, context: Any, ticket: Any) -> Any:
-        schema, rows = self._rows(GetRows.decode(ticket.ticket), context)
+        with self._places.taken():
+            schema, rows = self._rows(GetRows.decode(ticket.ticket), context)
         if schema is None:
             return flight.GeneratorStream(pa.schema([]), iter(()))
-        return flight.GeneratorStream(schema, flight.served_batches(self._stream(rows)))
+        return flight.GeneratorStream(schema, self._stream(rows))
 
     def _stream(self, rows: list[ServedBatch]) -> Iterator[tuple[pa.RecordBatch, bytes]]:
         for served in joined(rows):
@@ -284,12 +336,12 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
             schema = pa.schema([*schema, *METADATA_FIELDS], schema.metadata)
         return schema, rows
 
-    @flight.served
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """GetRows, again and again on one stream (see ``messages``), while the answers have the schema of the first."""
         if descriptor.command != ROWS_EXCHANGE:
             raise BadInput(f"unknown exchange {descriptor.command!r}: mapper and reducer are of different versions")
-        with ExitStack() as stack:
+        flight.check_schema(reader, _NO_COLUMNS)
+        with self._places.taken(), ExitStack() as stack:
             self._answer_all(context, reader, writer, stack)
 
     def _outbox(self, stack: ExitStack) -> Outbox | None:
@@ -317,7 +369,7 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
         has_begun = False
         while True:
             try:
-                ticket = reader.read_chunk().app_metadata
+                ticket = flight.read_chunk(reader).app_metadata
             except StopIteration:
                 return
             error: ShuffleError | None = None
@@ -360,7 +412,6 @@ class MapperServer(flight.FlightServerBase):  # type: ignore[misc]
         writer.write_metadata(SharedRows(note, tuple(served.last_row_index for served in batches)).encode())
         return True
 
-    @flight.served
     def do_action(self, context: Any, action: Any) -> Any:
         if action.type != "status":
             raise BadInput(f"unknown action {action.type!r}: a mapper knows only status")

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from mapper.bucket import ServedBatch, fit, with_metadata
 from shuffle.config import Compression
 from shuffle.errors import CorruptData, RowsGone
 from shuffle.ids import NOTHING_COMMITTED, ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
+from shuffle.mapper.bucket import ServedBatch, fit, with_metadata
 
 BATCH_BYTES = 2 * MIB
 """Of the rows in one spilled batch, about. What is read, decompressed and trimmed at once."""
@@ -187,11 +187,12 @@ class SpillRead:
 
 
 def encode(
-    parts: Sequence[SpillPart], before: SpillEnd, committed: ShuffleIndex, compression: Compression, since_ms: int
+    parts: Sequence[SpillPart], before: SpillEnd, dropped: ShuffleIndex, compression: Compression, since_ms: int
 ) -> tuple[pa.Table, SpillEnd]:
     """``parts`` as spilled batches that follow upon ``before``, and the end behind them.
 
-    ``committed`` is what the reducer has said to have committed; ``since_ms``, when this spill was begun.
+    ``dropped`` is the last row of the reducer that is in neither the window nor the spill, being committed;
+    ``since_ms``, when this spill was begun.
     """
     options = pa.ipc.IpcWriteOptions(compression=None if compression == "none" else compression)
     columns: dict[str, list[Any]] = {field.name: [] for field in SPILL_SCHEMA}
@@ -200,7 +201,7 @@ def encode(
         first, last = int(indexes[0]), int(indexes[-1])
         stored, steps = _stream(rows, options), _steps(indexes)
         time_rows, times_us = _runs(times)
-        previous = max(end.last_row_index, committed if committed < first else NOTHING_COMMITTED)
+        previous = max(end.last_row_index, dropped if dropped < first else NOTHING_COMMITTED)
         numbers = (previous, first, last, rows.num_rows, rows.nbytes, end.rows, end.nbytes)
         for name, value in zip(columns, (*numbers, steps, time_rows, times_us, stored), strict=True):
             columns[name].append(value)

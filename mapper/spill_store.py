@@ -16,8 +16,12 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from mapper.bucket import ServedBatch
-from mapper.spill import (
+from shuffle.config import Compression
+from shuffle.errors import CommitUnknown, OutOfRange, StoreUnavailable, UnknownTable
+from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
+from shuffle.limits import MIB
+from shuffle.mapper.bucket import ServedBatch
+from shuffle.mapper.spill import (
     SPILL_SCHEMA,
     Spill,
     SpillAnswer,
@@ -30,14 +34,10 @@ from mapper.spill import (
     decode_heads,
     encode,
 )
-from mapper.state import MapperState, lookup_state
-from shuffle.config import Compression
-from shuffle.errors import CommitUnknown, OutOfRange, StoreUnavailable, UnknownTable
-from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
-from shuffle.limits import MIB
+from shuffle.mapper.state import MapperState, lookup_state
 
 if TYPE_CHECKING:
-    from statestore import Snapshot, StateClient, Transaction
+    from shuffle.statestore import Snapshot, StateClient, Transaction
 
 SPILLS_KEY = pa.schema([("mapper_index", pa.int32()), ("reducer_index", pa.int32())])
 SPILLS_VALUE = pa.schema(
@@ -206,7 +206,7 @@ class SpillStore:
         self,
         parts: Mapping[ReducerIndex, Sequence[SpillPart]],
         before: dict[ReducerIndex, SpillEnd],
-        committed: Mapping[ReducerIndex, ShuffleIndex],
+        dropped: Mapping[ReducerIndex, ShuffleIndex],
         is_begun: Mapping[ReducerIndex, bool],
     ) -> Prepared:
         """Encode the rows, and write the large ones ahead of the transaction."""
@@ -217,7 +217,7 @@ class SpillStore:
         for reducer, rows in parts.items():
             end = before[reducer]
             since_ms = end.since_ms if is_begun[reducer] else now_ms
-            table, after = encode(rows, end, committed[reducer], self._compression, since_ms)
+            table, after = encode(rows, end, dropped[reducer], self._compression, since_ms)
             prepared.after[reducer] = after
             if table.nbytes >= STAGED_BYTES_MIN:
                 prepared.staged[reducer] = queue.stage(table, ttl_ms=STAGED_TTL_MS)

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
-from mapper.bucket import Bucket
-from mapper.spill import Spill, SpillEnd, SpillPart
-from mapper.stragglers import Stragglers
-from mapper.window import Part, Window, WindowEntry
 from shuffle.config import SpillSpec
 from shuffle.ids import ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
+from shuffle.mapper.bucket import Bucket
+from shuffle.mapper.spill import Spill, SpillEnd, SpillPart
+from shuffle.mapper.stragglers import Seen, Stragglers
+from shuffle.mapper.window import Part, Window, WindowEntry
 
 SPILL_BYTES_MAX = 8 * MIB
 """Of rows in one transaction. They are in memory some five times over on their way to the store. But what waits for the
@@ -33,6 +34,16 @@ WORTH_SHARE = 1 / 16
 
 BLOCKED_MS = 5_000
 """After the store had no room: how long it is left alone."""
+
+
+class Watched(NamedTuple):
+    """What there is to see of one reducer."""
+
+    bucket: Bucket
+    committed: ShuffleIndex
+    """The last row it has committed, as far as is known."""
+    is_waiting: bool
+    """Whether it waits for rows at this moment."""
 
 
 class Spilling:
@@ -66,7 +77,7 @@ class Spilling:
     def tick(
         self,
         now_ms: int,
-        buckets: Sequence[Bucket],
+        reducers: Sequence[Watched],
         next_index: ShuffleIndex,
         window_bytes: int,
         window_bytes_max: int,
@@ -77,15 +88,18 @@ class Spilling:
             return
         if self._blocked_until_ms is not None and now_ms >= self._blocked_until_ms:
             self._blocked_until_ms = self.blocked = None
-        firsts = [bucket.first_row_index for bucket in buckets]
-        positions = [next_index if first is None else first for first in firsts]
-        for reducer, spill in self.spills.items():
-            if not spill.is_empty:
-                positions[reducer] = ShuffleIndex(min(positions[reducer], spill.end.last_row_index))
-        self._late.tick(now_ms, positions, [position == next_index for position in positions])
+        self._late.tick(now_ms, [self._seen(reducer, next_index) for reducer in reducers])
         # It goes on a little below where it begins, so that it does not begin again with every entry.
         limit_bytes = self._spec.memory_share * window_bytes_max
         self._over = window_bytes >= (limit_bytes / 2 if self._over else limit_bytes)
+
+    def _seen(self, reducer: Watched, next_index: ShuffleIndex) -> Seen:
+        first = reducer.bucket.first_row_index
+        position = next_index if first is None else first
+        spill = self.spills.get(reducer.bucket.reducer_index)
+        if spill is not None and not spill.is_empty:
+            position = ShuffleIndex(min(position, spill.end.last_row_index))
+        return Seen(position, reducer.committed, position == next_index, reducer.is_waiting)
 
     def is_near(self, window_bytes: int, window_bytes_max: int) -> bool:
         """Whether the window may weigh enough to spill before long: who is late by then should be known at once."""

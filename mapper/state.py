@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from shuffle.errors import UnknownTable
-from shuffle.ids import InputIndex, MapperIndex, ShuffleIndex, Token
-from statestore.buffers import Binary, listed
+from shuffle.ids import InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
+from shuffle.reducer.state import REDUCERS_KEY, ReducerState
+from shuffle.statestore.buffers import Binary, listed
 
 if TYPE_CHECKING:
-    from statestore import Snapshot, StateClient, Transaction
+    from shuffle.statestore import Snapshot, StateClient, Transaction
 
 MAPPERS_KEY = pa.schema([("mapper_index", pa.int32())])
 MAPPERS_VALUE = pa.schema(
@@ -27,7 +28,7 @@ MAPPERS_ROW = pa.schema([*MAPPERS_KEY, *MAPPERS_VALUE])
 
 @dataclass(frozen=True, slots=True)
 class MapperState:
-    """Everything before these positions has been committed by the reducers it was meant for."""
+    """Everything before these positions has been committed by the reducers it was meant for, or is in the spill."""
 
     input_unread_row_index: InputIndex = InputIndex(0)
     shuffle_unread_row_index: ShuffleIndex = ShuffleIndex(0)
@@ -76,6 +77,18 @@ def lookup_state(
 ) -> MapperState | None:
     """The persisted state as ``source`` sees it."""
     return state_from_rows(source.lookup(mappers_table(processor), key_rows(mapper_index)))
+
+
+def lookup_committed(
+    source: StateClient | Transaction | Snapshot, processor: str, mapper_index: MapperIndex, reducer_count: int
+) -> dict[ReducerIndex, ShuffleIndex]:
+    """What each reducer's own row says that it has committed of this mapper's rows; those without a row are absent."""
+    keys = pa.table([pa.array(range(reducer_count), pa.int32())], schema=REDUCERS_KEY)
+    rows = source.lookup(f"{processor}/reducers", keys)
+    return {
+        ReducerIndex(row["reducer_index"]): ReducerState.decode_any(row["committed_row_indices"])[mapper_index]
+        for row in rows.to_pylist()
+    }
 
 
 class PersistedState:

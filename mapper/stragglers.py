@@ -5,8 +5,9 @@ index that a given share of the reducers has passed. A reducer is a straggler wh
 front of the many was a given time ago. So one that is merely the last of many to commit is none, however full the
 window is, and neither are reducers that are all slow together.
 
-Only reducers that move count among the many: one that holds rows and commits none proves nothing about the others. When
-too few of them move (all are away, say), nobody is a straggler.
+Only reducers that move count among the many: those that have committed rows lately, or have committed all of theirs and
+wait for more. One that holds rows and commits none, one that never had any, and one that nobody speaks for prove
+nothing about the others. When too few of them move (all are away, say), nobody is a straggler.
 
 No I/O, no threads, no clocks in here.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from shuffle.ids import ReducerIndex
 
@@ -23,7 +25,20 @@ SAMPLES_PER_AGE = 32
 """How finely the front of the many is remembered; it bounds the memory for it, too."""
 
 STANDING_AGES = 5
-"""A reducer that holds rows and has committed none for this many times the age does not count among the many."""
+"""A reducer that has not moved for this many times the age does not count among the many."""
+
+
+class Seen(NamedTuple):
+    """What is seen of one reducer at a tick."""
+
+    position: int
+    """The first index it has not committed, or the next there will be when it has committed all."""
+    committed: int
+    """The last of its rows that it has committed; -1 if it has committed none."""
+    is_empty: bool
+    """Whether no row waits for it."""
+    is_waiting: bool
+    """Whether it waits for rows at this moment."""
 
 
 class Stragglers:
@@ -34,21 +49,25 @@ class Stragglers:
         self._age_ms = age_ms
         self._fronts: deque[tuple[int, int]] = deque()
         """(time, front of the many), the oldest first; the first is the newest that is ``age_ms`` old, if one is."""
-        self._moved_ms = [0] * reducer_count
-        self._positions: list[int] | None = None
+        self._moved_ms: list[int | None] = [None] * reducer_count
+        """When each was last seen to move; None if it never was."""
+        self._before: Sequence[Seen] = ()
         self.current: frozenset[ReducerIndex] = frozenset()
         self.is_suspecting = False
         """Whether somebody has been late for half the age: time to get ready."""
 
-    def tick(self, now_ms: int, positions: Sequence[int], is_empty: Sequence[bool]) -> None:
-        """``positions``: the first index each has not committed, or the next there will be when it ``is_empty``."""
+    def tick(self, now_ms: int, seen: Sequence[Seen]) -> None:
+        """``seen``: each reducer as it stands now."""
         if not self._possible:
             return
-        before = self._positions or positions
-        for reducer, position in enumerate(positions):
-            if self._positions is None or is_empty[reducer] or position != before[reducer]:
+        for reducer, now in enumerate(seen):
+            # Who has committed rows before this instance was started counts until it is seen to stand still.
+            has_moved = now.committed != self._before[reducer].committed if self._before else now.committed >= 0
+            has_caught_up = now.is_empty and now.committed >= 0 and now.is_waiting
+            if has_moved or has_caught_up:
                 self._moved_ms[reducer] = now_ms
-        self._positions = list(positions)
+        self._before = seen
+        positions = [one.position for one in seen]
         front = self._front(now_ms, positions)
         if front is None:
             self._fronts.clear()
@@ -71,6 +90,6 @@ class Stragglers:
         moving = [
             position
             for position, moved_ms in zip(positions, self._moved_ms, strict=True)
-            if now_ms - moved_ms <= STANDING_AGES * self._age_ms
+            if moved_ms is not None and now_ms - moved_ms <= STANDING_AGES * self._age_ms
         ]
         return sorted(moving, reverse=True)[self._many - 1] if len(moving) >= self._many else None

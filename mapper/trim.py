@@ -12,18 +12,18 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from mapper.core import MapperCore, TrimPlan
-from mapper.reader import PartitionReader
-from mapper.spill import SpillEnd
-from mapper.spill_store import Prepared, SpillStore
-from mapper.state import MapperState, lookup_state, mappers_table, state_rows
 from shuffle import crash_points
 from shuffle.errors import CommitConflict, CommitUnknown, DiskFull, Expired, ShuffleError, TooLarge
-from shuffle.ids import MapperIndex, ReducerIndex
+from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.logs import get_logger
+from shuffle.mapper.core import MapperCore, TrimPlan
+from shuffle.mapper.reader import PartitionReader
+from shuffle.mapper.spill import SpillEnd
+from shuffle.mapper.spill_store import Prepared, SpillStore
+from shuffle.mapper.state import MapperState, lookup_committed, lookup_state, mappers_table, state_rows
 
 if TYPE_CHECKING:
-    from statestore import StateClient, Transaction
+    from shuffle.statestore import StateClient, Transaction
 
 LOOK_S = 0.1
 """How often a mapper looks who is late, while its window is heavy enough for that to matter soon; otherwise as often as
@@ -67,6 +67,7 @@ class Trimmer:
         self._full_reported_s = 0.0
         self._input_trimmed: MapperState | None = None
         self.on_conflict: Callable[[], None] = lambda: None
+        self.on_dead_letters: Callable[[int], None] = lambda rows: None
         self.on_spilled: Callable[[ReducerIndex, SpillEnd, SpillEnd], None] = lambda reducer, before, after: None
 
     @property
@@ -88,6 +89,7 @@ class Trimmer:
         """One round; whether the persisted state moved. Raises SplitBrain if another instance moved it.
 
         1. Plan: how far the window has retired, and the dead letters on the way; and what to spill to get further.
+           What requests have called committed must be so in the store, or FalseClaim is raised.
         2. Write large spills ahead. In a transaction, read the persisted state. It must be the one the plan starts
            from: anything else was written by another instance, or by this one in a commit whose answer was lost.
         3. Append the dead letters and the spill, write the state, commit.
@@ -113,6 +115,7 @@ class Trimmer:
             self._give_back(now_s)
             return False
         self._due_s = now_s + self._period_s
+        self._check_claims(plan.claims)
         # 2
         prepared = self._prepare(plan) if plan.spill else None
         if plan.spill and prepared is None:
@@ -150,6 +153,19 @@ class Trimmer:
         self._moved = True
         return True
 
+    def _check_claims(self, claims: Mapping[ReducerIndex, ShuffleIndex]) -> None:
+        """Raise FalseClaim unless the reducers' rows in the store confirm ``claims``, which were made before this.
+
+        A plain lookup, outside of the trim's transaction, which would else conflict with every commit of a reducer.
+        What it finds stays true: committed indexes only grow.
+        """
+        if not claims:
+            return
+        core = self._core
+        committed = lookup_committed(self._client, self._processor, core.mapper_index, core.reducer_count)
+        with self._lock:
+            core.check_claims(claims, committed)
+
     def _give_back(self, now_s: float) -> None:
         """Trim the input, and the spill, of what nobody needs any more.
 
@@ -171,6 +187,8 @@ class Trimmer:
                 self._core.trimmed(plan.state)
                 if prepared is not None:
                     self._core.spilled(prepared.after)
+        if plan.dead_letters is not None:
+            self.on_dead_letters(plan.dead_letters.num_rows)
         if prepared is not None:
             for reducer, after in prepared.after.items():
                 self._report_spilled(reducer, prepared.before[reducer], after)
@@ -223,10 +241,9 @@ class Trimmer:
             reducers = list(plan.spill)
             spills = self._core.spilling.spills
             before = self._core.spilling.ends(reducers)
-            committed = {reducer: self._core.buckets[reducer].committed for reducer in reducers}
             is_begun = {reducer: reducer in spills and not spills[reducer].is_empty for reducer in reducers}
         try:
-            return self._spill.prepare(plan.spill, before, committed, is_begun)
+            return self._spill.prepare(plan.spill, before, plan.dropped, is_begun)
         except (DiskFull, TooLarge) as error:
             self._blocked(plan, error)
             return None
@@ -268,8 +285,10 @@ class Trimmer:
         with self._lock:
             positions = self._core.spilling.trims()
             emptied = [reducer for reducer in positions if self._core.spilling.spills[reducer].is_empty]
+            claims = self._core.claims()
         if not positions:
             return False
+        self._check_claims(claims)
         assert self._spill is not None
         if not self._spill.trim(positions):
             return False  # A later round tries again: this may have been the last of the spill, and nothing follows it.

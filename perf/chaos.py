@@ -2,9 +2,10 @@
 
 The activity job, two mappers and two reducers, over input that is appended at a set rate. Meanwhile workers and the
 store are killed, paused, and started a second time; all connections of the workers go through a proxy
-(``perf.chaos_proxy``) that cuts, delays and half-opens them; and where this machine lets us mount a small file system,
-the store's disk becomes full and read-only. At the end the table is compared with an independent count of what was
-appended.
+(``perf.chaos_proxy``) that cuts, delays and half-opens them; clients of the store that do nothing but take large
+answers are killed in the middle of them (``perf.chaos_clients``); and where this machine lets us mount a small file
+system, the store's disk becomes full and read-only. At the end the table is compared with an independent count of what
+was appended, and no process may have lost a thread that others depend on.
 
 ``longest_stall_s`` is the longest time in which nothing was committed, seen by reading the reducers' positions every
 twentieth of a second, from the first commit to the end of the faults. A fault is one act: one kill, one pause, one
@@ -27,23 +28,26 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from examples.activity import TABLE
-from perf import report
+from perf import chaos_clients, report
 from perf.chaos_parts import MAPPERS, PROCESSOR, QUEUE, REDUCERS, Disk, Producer, Slot, Watch
 from perf.chaos_proxy import Proxy
 from perf.workload import SCHEMA, Difference, difference, oracle_sum
 from shuffle.errors import ShuffleError, StoreUnavailable
 from shuffle.launch import die_with_parent
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 PAUSE_BETWEEN_FAULTS_S = (1.2, 3.5)
 START_S_MAX = 60.0
 DRAIN_S_MAX = 90.0
+CLIENTS = 3
+"""Each has five threads that take answers."""
 ROWS_PER_S_DEFAULT = 20_000
 PROXY_VARIABLE = "grpc_proxy"
 """Where gRPC looks for its proxy."""
@@ -81,12 +85,12 @@ class Tunnels:
 def worker(arguments: Sequence[str]) -> None:
     """A mapper or reducer whose connections go through the proxy. The product itself leaves proxies alone."""
     import shuffle.flight
-    import statestore.sockets
+    import shuffle.statestore.sockets
 
     die_with_parent(int(arguments[0]))
     options = shuffle.flight._CHANNEL_OPTIONS
     options[:] = [(name, 1 if name == "grpc.enable_http_proxy" else value) for name, value in options]
-    vars(statestore.sockets)["socket"] = Tunnels(os.environ[PROXY_VARIABLE])
+    vars(shuffle.statestore.sockets)["socket"] = Tunnels(os.environ[PROXY_VARIABLE])
     sys.argv[:] = list(arguments[1:])
     runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
 
@@ -126,12 +130,14 @@ class Chaos:
             Slot(f"{role} {index}", lambda role=role, index=index: self._start_worker(role, index))  # type: ignore[misc]
             for role, index in workers
         ]
+        self.clients = [Slot(f"client {index}", partial(self._start_client, index)) for index in range(CLIENTS)]
         self._ends: list[tuple[float, Callable[[], None]]] = []
         self._store_ends = 0
         """Faults of the store that are not over."""
         self._store_struck_s = 0.0
         self.producer = Producer(self.connect, self.seed, self.rows_per_s)
         self.watch = Watch(self.connect)
+        self.lost_threads: list[str] = []
 
     # --- processes ---
 
@@ -158,6 +164,13 @@ class Chaos:
             f"{role}-{index}", arguments, **{PROXY_VARIABLE: self.proxy.url}, no_proxy="", no_grpc_proxy=""
         )
 
+    def _start_client(self, index: int) -> subprocess.Popen[bytes]:
+        return self._popen(f"client-{index}", ["perf.chaos", "--client", str(os.getpid()), f"grpc://{self.listen}"])
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [self.store, *self.workers, *self.clients]
+
     def connect(self) -> StateClient:
         """Past the proxy: what is measured must not depend on who is cut off."""
         deadline_s = time.monotonic() + START_S_MAX
@@ -175,9 +188,10 @@ class Chaos:
         self.store.add()
         with self.connect() as client:
             client.create_queue(QUEUE, schema=SCHEMA, partitions=MAPPERS)
+            chaos_clients.make_ballast(client)
         self.producer.start()
         self.watch.start()
-        for slot in self.workers:
+        for slot in (*self.workers, *self.clients):
             slot.add()
         deadline_s = time.monotonic() + START_S_MAX
         while self.watch.moved_s is None:
@@ -210,7 +224,7 @@ class Chaos:
         for due in [end for end in self._ends if end[0] <= now_s]:
             self._ends.remove(due)
             due[1]()
-        for slot in (self.store, *self.workers):
+        for slot in self.slots:
             slot.tick()
         if self.producer.failure is not None:
             raise ShuffleError(f"the producer failed: {self.producer.failure!r}") from self.producer.failure
@@ -226,7 +240,7 @@ class Chaos:
         for _, end in ends:
             end()
         self.proxy.heal()
-        for slot in (self.store, *self.workers):
+        for slot in self.slots:
             slot.calm()
         self.producer.stopping.set()
         deadline_s = time.monotonic() + DRAIN_S_MAX
@@ -241,13 +255,14 @@ class Chaos:
                     continue
                 with suppress(ShuffleError):
                     found = difference(oracle_sum(self.producer.parts), client.scan(TABLE).read_all())
+            self.lost_threads = chaos_clients.lost_threads(client, self.folder)
         assert found is not None
         return found
 
     def close(self) -> None:
         self.watch.stopping.set()
         self.producer.stopping.set()
-        for slot in (*self.workers, self.store):
+        for slot in reversed(self.slots):
             slot.end()
         self.proxy.close()
         self.disk.close()
@@ -262,6 +277,8 @@ class Chaos:
             ("pause reducer", lambda: self._pause("reducer", 0.5, 6.0)),
             ("second mapper", lambda: self._double("mapper")),
             ("second reducer", lambda: self._double("reducer")),
+            ("kill clients", self._kill_clients),
+            ("kill clients", self._kill_clients),
             ("kill store", lambda: self._strike_store("kill")),
             ("pause store", lambda: self._strike_store("pause")),
             ("cut connections", lambda: self.proxy.cut(self.rng.random()) > 0),
@@ -285,6 +302,13 @@ class Chaos:
             return False
         picked[0].kill(picked[1])
         return True
+
+    def _kill_clients(self) -> bool:
+        """One of them, or several at once: wherever they are in their answers."""
+        living = [(slot, process) for slot in self.clients for process in slot.processes]
+        for slot, process in self.rng.sample(living, self.rng.randint(min(1, len(living)), len(living))):
+            slot.kill(process)
+        return bool(living)
 
     def _pause(self, role: str, least_s: float, most_s: float) -> bool:
         picked = self._pick(role)
@@ -394,12 +418,20 @@ def run(minutes: float, seed: int, rows_per_s: int, json_path: Path | None, keep
     faults = sum(chaos.counts.values())
     report.publish(
         f"The activity job under {faults} faults in {minutes:g} minutes",
-        {"faults": faults, "lost": found.lost, "duplicated": found.duplicated, "longest_stall_s": chaos.stall_s},
+        {
+            "faults": faults,
+            "lost": found.lost,
+            "duplicated": found.duplicated,
+            "longest_stall_s": chaos.stall_s,
+            "threads_lost": len(chaos.lost_threads),
+        },
         {
             "faults_by_kind": dict(sorted(chaos.counts.items())),
             "rows": chaos.producer.rows,
             "rows_with_a_user": found.rows,
             "restarts": sum(slot.starts for slot in (chaos.store, *chaos.workers)) - 1 - len(chaos.workers),
+            "clients_killed": sum(slot.starts - 1 for slot in chaos.clients),
+            "lost_threads": chaos.lost_threads,
             "positions_seen_moving": chaos.watch.commits_seen,
             "seed": seed,
             "minutes": minutes,
@@ -407,17 +439,28 @@ def run(minutes: float, seed: int, rows_per_s: int, json_path: Path | None, keep
             "longest_stalls": chaos.worst(),
         },
         json_path,
-        {"faults": ">= 100 in 10 minutes", "lost": "0", "duplicated": "0", "longest_stall_s": "<= 10"},
+        {
+            "faults": ">= 100 in 10 minutes",
+            "lost": "0",
+            "duplicated": "0",
+            "longest_stall_s": "<= 10",
+            "threads_lost": "0",
+        },
     )
     for stall in chaos.worst():
         print(f"stall of {stall}")
+    for lost in chaos.lost_threads:
+        print(lost)
     print(found)
-    return 0 if found.exact and chaos.stall_s <= 10 else 1
+    return 0 if found.exact and chaos.stall_s <= 10 and not chaos.lost_threads else 1
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
         worker(sys.argv[2:])
+        return 0
+    if sys.argv[1:2] == ["--client"]:
+        chaos_clients.run(int(sys.argv[2]), sys.argv[3])
         return 0
     parser = report.parser("chaos", __doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=1.0, help="how long (default 1)")

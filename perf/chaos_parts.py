@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from perf.workload import Workload, oracle_part, oracle_sum
 from shuffle.errors import CommitConflict, CommitUnknown, ShuffleError, StoreError
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 MAPPERS = 2
 REDUCERS = 2

@@ -34,7 +34,7 @@ from perf.progress import Buckets, fill_with, forget, watched
 from perf.workload import SCHEMA, difference
 from perf.workload_files import Input, in_turn
 from shuffle.errors import ShuffleError
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 MAPPERS = 2
 REDUCERS = 2

@@ -37,7 +37,7 @@ from perf.workload import Workload
 from perf.workload_files import in_turn
 from shuffle.discovery import mappers_group, reducers_group
 from shuffle.errors import ShuffleError
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 POLL_S = 0.05
 UP_TIMEOUT_S = 240.0

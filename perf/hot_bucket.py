@@ -45,7 +45,7 @@ from perf.workload import SCHEMA, Workload, difference, oracle_part, oracle_sum
 from shuffle import hash_partition
 from shuffle.api import WorkerSpec
 from shuffle.errors import ShuffleError
-from statestore import StateClient, Transaction
+from shuffle.statestore import StateClient, Transaction
 
 HOT = 3
 HOT_TIMES = 10

@@ -6,7 +6,7 @@ import pyarrow as pa
 
 from examples.activity import KEY_COLUMNS
 from shuffle import HashMapper, Reducer
-from statestore import Transaction
+from shuffle.statestore import Transaction
 
 
 class KeyAndTime(HashMapper):

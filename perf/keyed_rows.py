@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from shuffle import AggregateReducer, Count, HashMapper
 from shuffle.aggregates import Aggregate
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 SCHEMA = pa.schema([("key", pa.int32()), ("payload", pa.binary())])
 TABLE = "keyed"

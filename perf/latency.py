@@ -34,7 +34,7 @@ from perf.workload import SCHEMA, Workload
 from shuffle import flight
 from shuffle.api import WorkerSpec
 from shuffle.errors import ShuffleError
-from statestore import StateClient, Transaction
+from shuffle.statestore import StateClient, Transaction
 
 PROCESSOR = "latency"
 QUEUE = "paced"

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from perf.timed import APPENDED_COLUMN
 from perf.workload import SCHEMA, Workload, oracle_part, oracle_sum
 from shuffle.errors import ShuffleError
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 INPUT_SCHEMA = SCHEMA.append(pa.field(APPENDED_COLUMN, pa.int64()))
 BATCHES_PER_PARTITION = 4

@@ -18,7 +18,7 @@ import pyarrow as pa
 from examples.local import LocalSystem
 from shuffle import hash_partition
 from shuffle.errors import ShuffleError
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 POLL_S = 0.1
 """Between two looks at the positions. Each look is a call to the store, which has the same cores as the rows."""

@@ -52,7 +52,7 @@ def bucket_batches(stream: Stream) -> list[list[pa.RecordBatch]]:
     return found
 
 
-class RawServer(flight.FlightServerBase):  # type: ignore[misc]
+class RawServer(flight.FlightServerBase):
     """Answers a bucket's batches, as often as the ticket says. Streaming a table runs without Python in its way."""
 
     def __init__(self, stream: Stream) -> None:

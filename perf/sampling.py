@@ -21,7 +21,7 @@ import numpy as np
 from shuffle import flight
 from shuffle.discovery import mappers_group, reducers_group
 from shuffle.errors import ShuffleError
-from statestore import Member, StateClient
+from shuffle.statestore import Member, StateClient
 
 PERIOD_S = 0.5
 ASK_TIMEOUT_S = 1.0

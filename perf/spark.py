@@ -46,10 +46,10 @@ from perf.spark_bare import BareSource
 from perf.workload import Workload, difference, oracle
 from shuffle.config import load_spec
 from shuffle.errors import ShuffleError
-from spark_connector import reduce_stream
-from spark_connector.clients import StoreHandle
-from spark_connector.processor import Processor
-from statestore import StateClient
+from shuffle.spark_connector import reduce_stream
+from shuffle.spark_connector.clients import StoreHandle
+from shuffle.spark_connector.processor import Processor
+from shuffle.statestore import StateClient
 
 MB = 1_000_000
 MAPPERS = 2

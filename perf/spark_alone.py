@@ -25,7 +25,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from perf.compare_peer import serve
 from perf.workload import RESULT_SCHEMA
-from spark_connector.reduce import reduce_frame
+from shuffle.spark_connector.reduce import reduce_frame
 
 CORES = 2
 HEAP = "2g"

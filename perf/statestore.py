@@ -35,9 +35,9 @@ from perf.statestore_clients import SMALL_KEY, SMALL_TABLE, SMALL_VALUE, clients
 from perf.workload import SCHEMA, Workload
 from shuffle import flight
 from shuffle.errors import ShuffleError
-from statestore import StateClient
-from statestore.buffers import listed
-from statestore.table import Table
+from shuffle.statestore import StateClient
+from shuffle.statestore.buffers import listed
+from shuffle.statestore.table import Table
 
 MB = 1_000_000
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 60.0

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from perf import report
 from shuffle.errors import ShuffleError
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 TABLE = "scanned"
 KEY = pa.schema([("id", pa.int64())])

@@ -31,7 +31,6 @@ import pyarrow as pa
 from examples.activity import COLUMNS, KEY_COLUMNS, TABLE
 from examples.generate import fill
 from examples.local import LocalSystem
-from mapper.spill import SpillEnd, SpillPart, decode_batch, decode_heads, encode
 from perf import report
 from perf.progress import Buckets, committed_by_reducer
 from perf.straggler_parts import (
@@ -52,7 +51,8 @@ from perf.workload import Workload, difference, oracle_part, oracle_sum
 from shuffle.discovery import mappers_group
 from shuffle.errors import ShuffleError
 from shuffle.ids import NOTHING_COMMITTED
-from statestore import StateClient
+from shuffle.mapper.spill import SpillEnd, SpillPart, decode_batch, decode_heads, encode
+from shuffle.statestore import StateClient
 
 AWAY = 3
 ROWS_DEFAULT = 30_000_000

@@ -4,19 +4,18 @@ started one by one, of which one reducer is away or slow.
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from examples.local import LocalSystem
-from mapper.spill_store import spill_queue
 from perf import report
+from shuffle import launch
 from shuffle.errors import ShuffleError
-from statestore import StateClient
+from shuffle.mapper.spill_store import spill_queue
+from shuffle.statestore import StateClient
 
 MAPPERS, REDUCERS = 4, 8
 MEMORY_BYTES = 16 << 20
@@ -59,15 +58,13 @@ class Workers:
         self.kills = 0
 
     def start(self, role: str, index: int) -> int:
-        command = [sys.executable, "-m", "shuffle.launch", str(os.getpid()), role, str(self._spec_path)]
-        path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
         with (self._folder / f"{role}-{index}.log").open("ab") as log:
             self._running[role, index] = child = subprocess.Popen(
-                [*command, "--index", str(index)],
+                launch.command(f"shuffle.{role}", str(self._spec_path), "--index", str(index)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": path},
+                env=launch.environment(),
                 start_new_session=True,
             )
         return child.pid

@@ -35,7 +35,7 @@ from perf.progress import Buckets, Watched, watched
 from perf.workload import Workload, difference, oracle_part, oracle_sum
 from shuffle.errors import ShuffleError
 from shuffle.limits import MIB
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 MAPPERS = 2
 REDUCERS = 2

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from examples.activity import ParseLogs
 from shuffle.api import PartitionedRowset, WorkerSpec
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 APPENDED_COLUMN = "appended_ns"
 """When the row was appended, by the machine's monotonic clock, which all its processes share."""

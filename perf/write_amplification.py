@@ -16,7 +16,8 @@ What the kernel counts (``write_bytes`` of ``/proc/<pid>/io``, by role) is expla
 (RocksDB's log, flushes and compactions, the segments of queues, those of spill apart) and by the growth of RocksDB's
 other files. All that workers and the controller write is their logs. Leases are in the store's memory: not written.
 Storage is written by pages of 4 KiB: each sync of RocksDB's log writes the page in which it ends once more. This is
-*log pages*, a page for each sync that the store has counted. What is left is *not attributable*; it can be negative,
+*log pages*, a page for each sync that the store has counted; and so is each sync of the store's *marker*, which is one
+small record. What is left is *not attributable*; it can be negative,
 where the end of a log needed no page of its own, or a worker's last lines came after it was last looked at.
 """
 
@@ -46,7 +47,7 @@ from perf.progress import Buckets, fill_with, forget, watched
 from perf.workload import Workload
 from perf.workload_files import in_turn, write_forms
 from shuffle.errors import ShuffleError
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 MAPPERS = 2
 REDUCERS = 2
@@ -64,6 +65,7 @@ KINDS = (
     "segments",
     "spill",
     "rocksdb_files",
+    "marker",
     "workers_logs",
     "leases",
     "not_attributable",
@@ -134,6 +136,7 @@ class Counted:
             "spill": sum(size for name, size in queues.items() if name != input_queue),
             "rocksdb_files": _sizes(system.folder / "store" / "rocks", ("LOG", "MANIFEST", "OPTIONS", "CURRENT")),
             "log_pages": total["groups"] * PAGE_BYTES,
+            "marker": total["marker_syncs"] * PAGE_BYTES,
             "leases": 0,
         }
         self.kinds["segments"] -= self.kinds["spill"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from spark_connector.datasource import ShuffleDataSource as DefaultSource
+from shuffle.spark_connector.datasource import ShuffleDataSource as DefaultSource
 
 __all__ = ["DefaultSource"]

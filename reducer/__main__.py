@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 import threading
 from collections.abc import Sequence
 
@@ -15,19 +14,16 @@ SPARE_BYTES = 64 << 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="shuffle reducer", description="Run one reducer of a streaming processor.")
-    parser.add_argument("spec", metavar="SPEC", help="the processor's spec, a YAML file")
-    parser.add_argument("--index", type=int, required=True, metavar="I", help="which reducer, counted from 0")
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     share_freed()
     keep_freed(SPARE_BYTES)
     keep_small()
 
-    from reducer.daemon import run
     from shuffle.cli import report
     from shuffle.config import load_spec
     from shuffle.errors import ShuffleError
     from shuffle.logs import setup_logging
+    from shuffle.reducer.daemon import run
 
     try:
         spec = load_spec(options.spec)
@@ -40,5 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(spec, options.index, stop=stop)
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shuffle reducer", description="Run one reducer of a streaming processor.")
+    parser.add_argument("spec", metavar="SPEC", help="the processor's spec, a YAML file")
+    parser.add_argument("--index", type=int, required=True, metavar="I", help="which reducer, counted from 0")
+    return parser
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    from shuffle.vital_threads import leave
+
+    leave(main())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from reducer.core import Work
-from reducer.reduce import Reduced
-from reducer.state import ReducerState
 from shuffle import crash_points
 from shuffle.errors import CommitConflict, SplitBrain
 from shuffle.ids import ReducerIndex
-from statestore import StateClient
+from shuffle.reducer.core import Work
+from shuffle.reducer.reduce import Reduced
+from shuffle.reducer.state import ReducerState
+from shuffle.statestore import StateClient
 
 
 class Committer:

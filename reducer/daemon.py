@@ -14,14 +14,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar
 
-from reducer.backoff import Backoff
-from reducer.commit import Committer
-from reducer.core import Limits, ReducerCore, Settled, Work
-from reducer.fetch import Fetcher, RowLocator
-from reducer.known import KnowingClient, KnownRows
-from reducer.pipeline import Pipeline
-from reducer.reduce import Reduced, ReduceStage, user_code_error
-from reducer.state import ReducerState
 from shuffle import crash_points
 from shuffle.api import Reducer, WorkerSpec
 from shuffle.config import ProcessorSpec, check_against_store, load_class
@@ -47,7 +39,17 @@ from shuffle.library import check_config
 from shuffle.logs import get_logger
 from shuffle.metrics import ReducerMetrics, serve_metrics
 from shuffle.poison import is_transient, place_of, reason_of
-from statestore import StateClient
+from shuffle.queries import refuse_beside_query
+from shuffle.reducer.backoff import Backoff
+from shuffle.reducer.commit import Committer
+from shuffle.reducer.core import Limits, ReducerCore, Settled, Work
+from shuffle.reducer.fetch import Fetcher, RowLocator
+from shuffle.reducer.known import KnowingClient, KnownRows
+from shuffle.reducer.pipeline import Pipeline
+from shuffle.reducer.reduce import Reduced, ReduceStage, user_code_error
+from shuffle.reducer.state import ReducerState
+from shuffle.statestore import StateClient
+from shuffle.vital_threads import start_vital
 
 CONFLICTS_MAX = 50
 """Conflicts of one work in a row. Races are lost a few times; with waits that grow, fifty is not a race but a fault."""
@@ -79,12 +81,19 @@ def run(spec: ProcessorSpec, index: int, *, stop: threading.Event | None = None)
         if client is None:
             return 0
         with client:
-            mapper_count = _patiently(lambda: check_against_store(spec, client), "the state store", backoff, stop)
+            mapper_count = _patiently(lambda: _checked(spec, client), "the state store", backoff, stop)
             if mapper_count is not None:
                 ReducerDaemon(spec, index, client, mapper_count).run(stop)
             return 0
     except ShuffleError as error:
         return report(error)
+
+
+def _checked(spec: ProcessorSpec, client: StateClient) -> int:
+    """The number of mappers, of a spec that fits the store and a processor that no Spark query reads."""
+    mapper_count = check_against_store(spec, client)
+    refuse_beside_query(client, spec.processor)
+    return mapper_count
 
 
 def _patiently(ask: Callable[[], T], whom: str, backoff: Backoff, stop: threading.Event) -> T | None:
@@ -142,12 +151,11 @@ class ReducerDaemon:
         with ExitStack() as stack:
             attributes = {"index": str(self.index)}
             if self._metrics_port is not None:
-                server = stack.enter_context(serve_metrics(self.metrics.registry, port=self._metrics_port))
-                attributes["metrics"] = server.address
-            stack.enter_context(
-                Membership(self._client, reducers_group(spec.processor), self.guid, attributes, spec.lease_ttl_ms)
-            )
-            directory = MapperDirectory(self._client, spec.processor)
+                served = serve_metrics(self.metrics.registry, self._pipeline.fail, port=self._metrics_port)
+                attributes["metrics"] = stack.enter_context(served).address
+            group, ttl_ms = reducers_group(spec.processor), spec.lease_ttl_ms
+            stack.enter_context(Membership(self._client, group, self.guid, attributes, ttl_ms, self._pipeline.fail))
+            directory = MapperDirectory(self._client, spec.processor, self._pipeline.fail)
             stack.callback(directory.close)
             if spec.reducer.pipeline_depth > 1:
                 _log.warning("pipeline_depth is taken as 1: the store cannot chain transactions")
@@ -175,9 +183,9 @@ class ReducerDaemon:
             )
             for i in range(self._mapper_count)
         ]
-        process = threading.Thread(target=self._process, args=(stage,), name="process", daemon=True)
-        for thread in (*fetchers, process):
-            thread.start()
+        process = start_vital(lambda: self._process(stage), "process", pipeline.fail)
+        for fetcher in fetchers:
+            fetcher.start()
         while not stop.is_set() and not pipeline.wait_stopped(_STOP_CHECK_S):
             pass
         pipeline.stop()
@@ -234,7 +242,7 @@ class ReducerDaemon:
                     self._commit(reduced)
                 else:
                     reduced.abort()  # The pipeline was restarted while the user's code ran.
-        except BaseException as error:
+        except ShuffleError as error:
             self._pipeline.fail(error)
 
     def _reduce(self, stage: ReduceStage, work: Work, backoff: Backoff) -> Reduced | None:
@@ -279,6 +287,7 @@ class ReducerDaemon:
             self._pipeline.committed(work)
             crash_points.reach("reducer.after_commit_known")
             self._count(work)
+            self.metrics.dead_letters.inc(reduced.dead_letter_rows)
         finally:
             self.metrics.commit_seconds.observe(time.monotonic() - begin_s)
 

@@ -12,18 +12,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from reducer.backoff import Backoff
-from reducer.core import FetchPlan, Part
-from reducer.pipeline import Pipeline
-from reducer.stream import Answer, RowStream
 from shuffle import crash_points, flight
 from shuffle.discovery import MapperAddress, MapperDirectory
-from shuffle.errors import RowsGone, ShuffleError, StaleMapper, TooLarge
+from shuffle.errors import NotServed, RowsGone, ShuffleError, StaleMapper, TooLarge
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.limits import BATCH_BYTES_MAX
 from shuffle.logs import get_logger
 from shuffle.messages import BatchTail, GetRows
 from shuffle.metrics import ReducerMetrics
+from shuffle.reducer.backoff import Backoff
+from shuffle.reducer.core import FetchPlan, Part
+from shuffle.reducer.pipeline import Pipeline
+from shuffle.reducer.stream import Answer, RowStream
+from shuffle.vital_threads import start_vital
 
 ANSWER_S_MAX = 6.0
 """Time for an answer beyond the long poll that was asked for. A mapper that needs more is as good as gone."""
@@ -45,6 +46,7 @@ def get_rows(client: Any, request: GetRows, *, who: str, timeout_s: float) -> An
                 continue
             if chunk.app_metadata is None:
                 raise ShuffleError(f"{who} sent rows without their shuffle index: is it a mapper of this version?")
+            chunk.data.validate()
             size_bytes += chunk.data.nbytes
             if size_bytes > request.max_bytes + BATCH_BYTES_MAX:
                 reader.cancel()
@@ -101,7 +103,7 @@ class Choice:
         self._turn += 1
 
 
-class Fetcher(threading.Thread):
+class Fetcher:
     """Fetches the rows of one mapper until the pipeline is stopped."""
 
     def __init__(
@@ -115,7 +117,6 @@ class Fetcher(threading.Thread):
         on_rows_gone: Callable[[], None],
         share_memory: bool = True,
     ) -> None:
-        super().__init__(name=f"fetch-{mapper_index}", daemon=True)
         self._mapper_index = mapper_index
         self._reducer_index = reducer_index
         self._pipeline = pipeline
@@ -126,11 +127,23 @@ class Fetcher(threading.Thread):
         self._choice = Choice()
         self._connections = Connections(share_memory)
 
-    def run(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = start_vital(self._run, f"fetch-{self._mapper_index}", self._pipeline.fail)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _run(self) -> None:
         try:
             while (plan := self._pipeline.next_plan(self._mapper_index)) is not None:
                 self._step(plan)
-        except Exception as error:
+        except ShuffleError as error:
             self._pipeline.fail(error)
         finally:
             self._connections.close()
@@ -165,6 +178,7 @@ class Fetcher(threading.Thread):
             max_rows=plan.max_rows,
             max_bytes=plan.max_bytes,
             wait_ms=plan.wait_ms,
+            processor=self._directory.processor,
         )
         begin_s = time.monotonic()
         try:
@@ -180,8 +194,9 @@ class Fetcher(threading.Thread):
         if self._backoff.failures == 0:
             _log.warning("mapper passed over", mapper=self._mapper_index, address=mapper.address, error=error)
         self._choice.failed()
-        if isinstance(error, RowsGone):
-            # Rows leave a window only when this reducer has committed them, so somebody else has done it in its name.
+        if isinstance(error, RowsGone | NotServed):
+            # Rows leave a window only when this reducer has committed them, so somebody else has done it in its name;
+            # or this instance takes rows for committed that are not, because the store is another one or an older one.
             self._on_rows_gone()
         elif not isinstance(error, StaleMapper):
             self._connections.close()  # A broken channel is not worth its own back-off on top of ours.
@@ -229,4 +244,5 @@ class RowLocator:
             from_row_index=part.from_row_index,
             max_rows=place + 1,
             max_bytes=BATCH_BYTES_MAX,
+            processor=self._directory.processor,
         )

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from shuffle.limits import MIB
-from statestore import StateClient, Transaction
-from statestore.buffers import Binary, arrayed, listed
-from statestore.request import Committed, Expect
-from statestore.store import Store
-from statestore.table import Table
+from shuffle.statestore import StateClient, Transaction
+from shuffle.statestore.buffers import Binary, arrayed, listed
+from shuffle.statestore.request import Committed, Expect
+from shuffle.statestore.store import Store
+from shuffle.statestore.table import Table
 
 KEYS_MAX = 512
 """Keys of a lookup that is answered from memory, and of a write that is remembered."""

@@ -13,10 +13,11 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from reducer.core import FetchPlan, ReducerCore, Settled, Work
-from reducer.state import ReducerState
+from shuffle.errors import ShuffleError
 from shuffle.ids import MapperIndex, ShuffleIndex
 from shuffle.limits import MIB
+from shuffle.reducer.core import FetchPlan, ReducerCore, Settled, Work
+from shuffle.reducer.state import ReducerState
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class Pipeline:
         """When the last work was taken."""
         self._taken_bytes = 0
         """And how much it had."""
-        self.failure: BaseException | None = None
+        self.failure: ShuffleError | None = None
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -62,7 +63,7 @@ class Pipeline:
         with self._changed:
             self._changed.notify_all()
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: ShuffleError) -> None:
         """Stop because of ``error``; the first one is the one that is reported."""
         with self._changed:
             self.failure = self.failure or error

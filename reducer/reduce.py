@@ -8,7 +8,6 @@ from typing import Literal
 
 import pyarrow as pa
 
-from reducer.core import Part, Work
 from shuffle.api import Reducer
 from shuffle.errors import UserCodeError
 from shuffle.ids import ReducerIndex, ShuffleIndex
@@ -22,7 +21,8 @@ from shuffle.poison import (
     reason_of,
     split_rows,
 )
-from statestore import StateClient, Transaction
+from shuffle.reducer.core import Part, Work
+from shuffle.statestore import StateClient, Transaction
 
 RANGES_SHOWN_MAX = 8
 """Mappers whose positions an error names; the rest are counted."""
@@ -164,7 +164,7 @@ def user_code_error(processor: str, index: ReducerIndex, work: Work, error: Exce
     return UserCodeError(
         f"processor {processor}, reducer {index}: reduce failed on {work.row_count} rows (shuffle indexes of {shown}"
         f"{more}): {reason_of(error)}{place_of(error, __file__)}. Nothing of this batch was committed. "
-        "Correct the code, or set on_error: dead_letter to set such rows aside",
+        "Correct the code, or set reducer.on_error to dead_letter to set such rows aside",
         processor=processor,
         reducer=index,
         positions=[[mapper, first, last] for mapper, first, last in ranges[:RANGES_SHOWN_MAX]],

@@ -10,11 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mapper.reader import PartitionReader
     from shuffle.aggregates import Count, Last, Max, Min, Sum
     from shuffle.api import Mapper, PartitionedRowset, Reducer
     from shuffle.errors import ShuffleError
     from shuffle.library import AggregateReducer, HashMapper
+    from shuffle.mapper.reader import PartitionReader
     from shuffle.partition import hash_partition
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "mapper.reader": ("PartitionReader",),
+    "shuffle.mapper.reader": ("PartitionReader",),
     "shuffle.aggregates": ("Count", "Last", "Max", "Min", "Sum"),
     "shuffle.api": ("Mapper", "PartitionedRowset", "Reducer"),
     "shuffle.errors": ("ShuffleError",),

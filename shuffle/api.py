@@ -15,7 +15,7 @@ from shuffle.ids import Guid
 from shuffle.limits import KEY_GROUPS_DEFAULT
 
 if TYPE_CHECKING:
-    from statestore import StateClient, Transaction
+    from shuffle.statestore import StateClient, Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,15 @@ class WorkerSpec:
     """Which worker of which streaming processor this is."""
 
     processor: str
+    """The name of the processor."""
     index: int
+    """Which mapper or reducer this is, counted from 0."""
     guid: Guid
+    """The name of this instance; a worker that is restarted has another one."""
     mapper_count: int
+    """How many mappers there are."""
     reducer_count: int
+    """How many reducers there are: what ``hash_partition`` wants to know."""
     max_parallelism: int = KEY_GROUPS_DEFAULT
     """Key groups of the processor: what ``hash_partition`` wants to know if the spec sets another number."""
 
@@ -53,10 +58,13 @@ class PartitionedRowset:
 
 
 class Mapper(ABC):
-    """The user's map: deterministic, row by row, and free to filter, change and multiply rows.
+    """Your map: deterministic, row by row, and free to filter, change and multiply rows.
 
     The same input rows must give the same output rows in the same order, whatever the batch boundaries, the process and
     the time: after a crash rows are mapped again, and only their numbering says which were counted already.
+
+    ``self.config`` is the ``config`` of the spec, ``self.spec`` says which worker this is, ``self.state`` is a client
+    of the state store, and ``self.schema`` is that of the input rows.
     """
 
     def __init__(self, config: Mapping[str, Any], spec: WorkerSpec, state: StateClient, schema: pa.Schema) -> None:
@@ -66,13 +74,17 @@ class Mapper(ABC):
         self.schema = schema
 
     @abstractmethod
-    def map(self, rows: pa.Table) -> PartitionedRowset: ...
+    def map(self, rows: pa.Table) -> PartitionedRowset:
+        """The result for a batch of input rows: what becomes of each, in order, and which reducer it goes to."""
 
 
 class Reducer(ABC):
-    """The user's reduce: folds a batch of rows into state, inside a transaction that the reducer commits.
+    """Your reduce: it folds a batch of rows into state, inside a transaction that the reducer commits.
 
     Return the transaction without committing it, or ``None`` when there is nothing to write.
+
+    ``self.config`` is the ``config`` of the spec, ``self.spec`` says which worker this is, and ``self.state`` is a
+    client of the state store.
     """
 
     def __init__(self, config: Mapping[str, Any], spec: WorkerSpec, state: StateClient) -> None:
@@ -81,7 +93,8 @@ class Reducer(ABC):
         self.state = state
 
     @abstractmethod
-    def reduce(self, rows: pa.Table) -> Transaction | None: ...
+    def reduce(self, rows: pa.Table) -> Transaction | None:
+        """Fold rows into the state; ``self.state.transaction()`` gives the transaction for what is to be written."""
 
     def forget(self) -> None:  # noqa: B027 (most reducers remember nothing)
         """Called before ``reduce`` when what was remembered of the tables may have been overtaken.

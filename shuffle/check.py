@@ -21,16 +21,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from mapper.mapping import create
-from mapper.reader import open_reader
+from shuffle import launch
 from shuffle.api import Mapper, PartitionedRowset, WorkerSpec
 from shuffle.config import ProcessorSpec, load_class, load_spec
 from shuffle.errors import ShuffleError, UserCodeError
 from shuffle.ids import Guid, Token
+from shuffle.mapper.mapping import create
+from shuffle.mapper.reader import open_reader
 from shuffle.poison import locate_poison, place_of, split_rows
 
 if TYPE_CHECKING:
-    from statestore import StateClient
+    from shuffle.statestore import StateClient
 
 SAMPLE_ROWS = 2_000
 """Of one partition. Enough to meet most kinds of row, few enough that the check takes about a second."""
@@ -233,16 +234,14 @@ def _input_row_of(run: _Run, sample: pa.Table, output_row: int) -> int | None:
 
 def _map_in_fresh_process(spec: ProcessorSpec, mapper_count: int, partition: int, sample: pa.Table) -> pa.Table:
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    project = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join(filter(None, [os.getcwd(), project, os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path, "SHUFFLE_STATE": spec.state}
+    environment = {**launch.environment(), "PYTHONHASHSEED": seed, "SHUFFLE_STATE": spec.state}
     with tempfile.TemporaryDirectory(prefix="shuffle-check-") as folder:
         given, made = Path(folder, "sample.arrow"), Path(folder, "mapped.arrow")
         _write(given, sample)
         arguments = [str(spec.path), str(mapper_count), str(partition), str(given), str(made)]
         try:
             ended = subprocess.run(
-                [sys.executable, "-m", "shuffle.check", *arguments],
+                [sys.executable, "-P", "-m", "shuffle.check", *arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,

@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeAlias
 
 from shuffle.footprint import keep_small
@@ -20,15 +21,20 @@ if TYPE_CHECKING:
     from shuffle.controller import RunOptions
 
 EXIT_FAILED = 1
+"""It failed; the line after ``error:`` on stderr says why."""
 EXIT_SPEC = 2
+"""The spec, the arguments or other input were wrong: nothing was changed, and trying again will not help."""
 EXIT_USER_CODE = 3
+"""An exception in the user's map or reduce."""
 EXIT_INTERRUPTED = 130
+"""Ctrl-C ended it."""
 EXIT_BROKEN_PIPE = 141
+"""Whoever read the output has left, as ``| head`` does."""
 
 DELEGATES = {
-    "mapper": ("mapper.__main__", "run one mapper of a processor"),
-    "reducer": ("reducer.__main__", "run one reducer of a processor"),
-    "statestore": ("statestore.daemon", "serve a state store"),
+    "mapper": ("shuffle.mapper.__main__", "run one mapper of a processor"),
+    "reducer": ("shuffle.reducer.__main__", "run one reducer of a processor"),
+    "statestore": ("shuffle.statestore.daemon", "serve a state store"),
     "demo": ("examples.demo", "see it all work, with processes killed on the way"),
 }
 """Commands that are another module's ``main(arguments)``, with a ``--help`` of its own."""
@@ -43,6 +49,7 @@ examples:
   shuffle run job.yaml                      run it until Ctrl-C
   shuffle run job.yaml --until-drained      run it until all input there is has been committed
   shuffle status job.yaml --json            positions, workers, lag
+  shuffle dead-letters job.yaml list        rows that were set aside
   shuffle COMMAND --help                    more about one of them
 """
 
@@ -82,7 +89,7 @@ def _dispatch(given: list[str], is_program: bool) -> int:
             keep_small()
         module = importlib.import_module(DELEGATES[given[0]][0])
         return int(module.main(given[1:]) or 0)
-    parser = build_parser(with_state="state" in given[:1])
+    parser = build_parser(given[0] if given else "")
     options = parser.parse_args(given)
     command: Callable[[argparse.Namespace], int] | None = getattr(options, "run_command", None)
     if command is None:
@@ -93,7 +100,8 @@ def _dispatch(given: list[str], is_program: bool) -> int:
     return command(options)
 
 
-def build_parser(with_state: bool = False) -> argparse.ArgumentParser:
+def build_parser(given: str = "") -> argparse.ArgumentParser:
+    """``given`` is the command that will be parsed: only its own subcommands are built, and their modules imported."""
     parser = argparse.ArgumentParser(
         prog="shuffle",
         description="A streaming map-reduce stage whose shuffle does not touch the disk.",
@@ -106,6 +114,7 @@ def build_parser(with_state: bool = False) -> argparse.ArgumentParser:
     _add_check(commands)
     _add_status(commands)
     _add_top(commands)
+    _add_dead_letters(commands, given)
     for name, (_, what) in DELEGATES.items():
         commands.add_parser(name, help=what, add_help=False)
     state = _add(
@@ -116,8 +125,8 @@ def build_parser(with_state: bool = False) -> argparse.ArgumentParser:
         "shuffle state scan ./job.state activity --prefix root --limit 10",
         "shuffle state queues grpc://host:port",
     )
-    if with_state:
-        from statestore import admin
+    if given == "state":
+        from shuffle.statestore import admin
 
         admin.add_parsers(state)
         state.set_defaults(run_command=admin.run)
@@ -218,6 +227,24 @@ def _add_top(commands: _Commands) -> None:
     parser.set_defaults(run_command=_top)
 
 
+def _add_dead_letters(commands: _Commands, given: str) -> None:
+    parser = _add(
+        commands,
+        "dead-letters",
+        "list, show, replay or drop the rows that were set aside (on_error: dead_letter)",
+        "shuffle dead-letters job.yaml list",
+        "shuffle dead-letters job.yaml show --rows 5",
+        "shuffle dead-letters job.yaml replay",
+        "shuffle dead-letters job.yaml drop --yes",
+    )
+    if given == "dead-letters":
+        from shuffle import dead_letters_command
+
+        parser.add_argument("spec", metavar="SPEC", help="the processor's spec, a YAML file")
+        dead_letters_command.add_parsers(parser)
+        parser.set_defaults(run_command=dead_letters_command.run)
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0.1 <= value <= 3600:
@@ -233,21 +260,26 @@ def _run(options: argparse.Namespace) -> int:
     from shuffle.controller import run
     from shuffle.errors import SpecError
     from shuffle.logs import setup_logging
+    from shuffle.patience import say_on_stderr
+    from shuffle.running import only_run
 
     spec = load_spec(options.spec)
     if options.master is not None and options.engine != "spark":
         raise SpecError(f"--master {options.master} is for the other engine: add --engine spark")
     if options.engine == "spark" and options.master is None:
         raise SpecError("--engine spark needs --master URL: spark://host:7077, local[4], or what else Spark knows")
-    if options.engine == "spark":
-        from spark_connector.engine import run_on_spark
-
-        setup_logging("controller", spec.processor, level="warning")
-        return run_on_spark(spec, options.master, _run_options(options, screen=False))
-    screen = sys.stderr.isatty() and not options.no_screen
+    screen = sys.stderr.isatty() and not options.no_screen and options.engine != "spark"
     # What the controller notices is on the screen, or said in lines; its own log is for what goes wrong in it.
     setup_logging("controller", spec.processor, level="error" if screen else "warning")
-    return run(spec, _run_options(options, screen))
+    with ExitStack() as stack:
+        # A store that is not there yet is nobody's, and a spec that is refused must not leave the folder of one behind.
+        if spec.state_folder is None or spec.state_folder.is_dir() or options.engine != "spark":
+            stack.enter_context(only_run(spec, say_on_stderr))
+        if options.engine == "spark":
+            from shuffle.spark_connector.engine import run_on_spark
+
+            return run_on_spark(spec, options.master, _run_options(options, screen))
+        return run(spec, _run_options(options, screen))
 
 
 def _run_options(options: argparse.Namespace, screen: bool) -> RunOptions:
@@ -265,16 +297,17 @@ def _run_options(options: argparse.Namespace, screen: bool) -> RunOptions:
 def _check(options: argparse.Namespace) -> int:
     from shuffle.check import check_map, describe
     from shuffle.config import check_against_store, load_spec
-    from shuffle.controller import log_folder, not_deterministic, require_store, served_store
+    from shuffle.controller import not_deterministic
     from shuffle.errors import SpecError
+    from shuffle.serving import log_folder, opened, require_store, served_store
     from shuffle.supervisor import Supervisor
 
     given = load_spec(options.spec)
     require_store(given)
     supervisor = Supervisor()
     try:
-        with log_folder(given) as logs, served_store(given, supervisor, logs) as spec, spec.open_state() as client:
-            mapper_count = check_against_store(spec, client)
+        with log_folder(given) as logs, served_store(given, supervisor, logs) as spec, opened(spec) as client:
+            mapper_count = check_against_store(spec, client, register=False)
             print(f"{spec.path}: fine: {mapper_count} mappers, {spec.reducer.count} reducers")
             result = check_map(spec, client, mapper_count)
             for line in describe(result, spec):
@@ -290,13 +323,13 @@ def _status(options: argparse.Namespace) -> int:
     import json
 
     from shuffle.config import load_spec
-    from shuffle.controller import require_store
     from shuffle.screen import print_status
+    from shuffle.serving import opened, require_store
     from shuffle.status import collect
 
     spec = load_spec(options.spec)
     require_store(spec)
-    with spec.open_state() as client:
+    with opened(spec) as client:
         status = collect(spec, client)
     if options.json:
         print(json.dumps(status.to_json(), indent=2))
@@ -307,13 +340,13 @@ def _status(options: argparse.Namespace) -> int:
 
 def _top(options: argparse.Namespace) -> int:
     from shuffle.config import load_spec
-    from shuffle.controller import require_store
     from shuffle.screen import show_again_and_again
+    from shuffle.serving import opened, require_store
     from shuffle.status import StatusCollector
 
     spec = load_spec(options.spec)
     require_store(spec)
-    with spec.open_state() as client, StatusCollector(spec, client) as collector:
+    with opened(spec) as client, StatusCollector(spec, client) as collector:
         show_again_and_again(collector.collect, options.interval, options.count)
     return 0
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from shuffle.errors import SpecError
 from shuffle.limits import (
     BATCH_BYTES_MAX,
     GIB,
@@ -28,9 +29,10 @@ from shuffle.limits import (
 )
 
 if TYPE_CHECKING:
-    from statestore import StateClient
+    from shuffle.statestore import StateClient
 
 OnError = Literal["stop", "dead_letter"]
+Start = Literal["beginning", "earliest_available"]
 Compression = Literal["none", "lz4", "zstd"]
 
 REDUCERS_MAX = 4096
@@ -42,11 +44,16 @@ class InputSpec:
     """Where the rows come from: exactly one of ``queue`` and ``folder``."""
 
     queue: str | None = None
-    """A queue of the state store; one mapper for each of its partitions."""
+    """A queue of the state store. There is one mapper for each of its partitions, and what it has processed is
+    trimmed."""
     folder: str | None = None
-    """A folder of files, absolute after loading; one mapper for each of its sub-folders, in the order of names."""
+    """A folder of files, relative to that of the spec. There is one mapper for each of its sub-folders, in the order of
+    their names."""
     format: str | None = None
-    """Of the files: ``parquet``, ``arrow`` or ``jsonl``. Default: by the ending of their names."""
+    """What the files of ``folder`` are. Default: by the ending of their names."""
+    start: Start = "beginning"
+    """Where a processor without state begins in a queue: at its ``beginning``, which is refused if rows of it were
+    trimmed; or at the ``earliest_available`` row, whatever came before it. Default: beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +61,30 @@ class MapperSpec:
     """How a mapper reads, maps and keeps rows."""
 
     class_name: str
-    """The user's class, as ``module:Class``. YAML key: ``class``."""
+    """Your subclass of ``Mapper``, as ``module:Class``. YAML key: ``class``."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The user's own part of the spec, given to the class as ``self.config``. Default: empty."""
+    """Your own part of the spec: any names and values, which the class finds in ``self.config``. Default: empty."""
     memory_bytes: int = 256 * MIB
-    """Bytes of mapped rows held in the window; above it reading stops. YAML key: ``memory``. Default: 256 MiB."""
+    """Bytes of mapped rows that the window may hold; above it reading stops. YAML key: ``memory``. Default: 256 MiB."""
     batch_rows_max: int = 100_000
-    """Rows in one read, and so in one window entry's input. Default: 100,000."""
+    """The most rows in one read, and so in one call of ``map``. Default: 100,000."""
     batch_bytes_max: int = 16 * MIB
-    """Bytes in one read. Default: 16 MiB."""
+    """The most bytes in one read; a single row may have more. Default: 16 MiB."""
     read_wait_ms: int = 1_000
     """Milliseconds a read waits for rows when there are none. Default: 1,000."""
     trim_period_ms: int = 1_000
     """Milliseconds between two writes of the mapper's state, each followed by a trim of the input. Default: 1,000."""
     split_brain_delay_ms: int = 1_000
-    """Milliseconds to wait, once another instance was noticed, before starting again. Default: 1,000."""
+    """Milliseconds that a mapper waits before it starts again, once it has noticed another instance of itself.
+    Default: 1,000."""
     on_error: OnError = "stop"
-    """After an exception in ``map``: ``stop`` and report it, or ``dead_letter``, set the rows aside. Default: stop."""
+    """What happens after an exception in ``map``: ``stop`` reports it and ends the mapper; ``dead_letter`` sets the
+    rows aside that cause it, and goes on. Default: stop."""
     dead_letter_queue: str | None = None
-    """Where rows set aside go, with ``on_error: dead_letter``. Default: ``<processor>/mapper_dead_letters``."""
+    """The queue for rows that are set aside, with ``on_error: dead_letter``. Default:
+    ``<processor>/mapper_dead_letters``."""
     listen: str = "127.0.0.1:0"
-    """``host:port`` to serve reducers on; port 0 is any free one. Default: 127.0.0.1:0."""
+    """The ``host:port`` on which a mapper serves reducers; port 0 is any free one. Default: 127.0.0.1:0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,33 +92,36 @@ class ReducerSpec:
     """How a reducer fetches, reduces and commits."""
 
     class_name: str
-    """The user's class, as ``module:Class``. YAML key: ``class``."""
+    """Your subclass of ``Reducer``, as ``module:Class``. YAML key: ``class``."""
     count: int
-    """Reducers. No default: it cannot be changed over existing state."""
+    """How many reducers there are. It cannot be changed over existing state."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The user's own part of the spec, given to the class as ``self.config``. Default: empty."""
+    """Your own part of the spec: any names and values, which the class finds in ``self.config``. Default: empty."""
     fetch_rows_max: int = 100_000
-    """Rows in one answer of one mapper. Default: 100,000."""
+    """The most rows in one answer of one mapper. Default: 100,000."""
     fetch_bytes_max: int = 16 * MIB
-    """Bytes in one answer of one mapper. Default: 16 MiB."""
+    """The most bytes in one answer of one mapper. Default: 16 MiB."""
     fetch_wait_ms: int = 500
     """Milliseconds a mapper holds a request when it has no rows for it. Default: 500."""
     share_memory: bool = True
-    """Take rows of mappers on the same machine from memory that both see, and not from a socket. Default: true."""
+    """Whether rows of mappers on the same machine are taken from memory that both see, and not from a socket.
+    Default: true."""
     batch_rows_max: int = 2_000_000
-    """Rows given to ``reduce`` at once, from all mappers. Default: 2,000,000."""
+    """The most rows given to ``reduce`` at once, from all mappers. Default: 2,000,000."""
     batch_bytes_max: int = 64 * MIB
-    """Bytes given to ``reduce`` at once, from all mappers. Default: 64 MiB."""
+    """The most bytes given to ``reduce`` at once, from all mappers. Default: 64 MiB."""
     backoff_ms: int = 50
-    """Milliseconds before the first retry of something that failed; doubles with each. Default: 50."""
+    """Milliseconds before the first retry of something that failed; the wait doubles with each. Default: 50."""
     backoff_ms_max: int = 5_000
     """The longest wait between retries, in milliseconds. Default: 5,000."""
     on_error: OnError = "stop"
-    """An exception in ``reduce``: as for the mapper. Default: stop."""
+    """What happens after an exception in ``reduce``: ``stop`` reports it and ends the reducer; ``dead_letter`` sets the
+    rows aside that cause it, and goes on. Default: stop."""
     dead_letter_queue: str | None = None
-    """Where rows set aside go, with ``on_error: dead_letter``. Default: ``<processor>/reducer_dead_letters``."""
+    """The queue for rows that are set aside, with ``on_error: dead_letter``. Default:
+    ``<processor>/reducer_dead_letters``."""
     pipeline_depth: int = 1
-    """Batches that may wait between two stages of the pipeline. Default: 1."""
+    """How many batches may wait between two stages of the pipeline: fetch, reduce and commit. Default: 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +132,18 @@ class SpillSpec:
     """
 
     enabled: bool = True
-    """With ``false`` a window that a reducer fills stops the reading. What is spilled already is still served."""
+    """Whether rows are spilled at all. With ``false``, a window that a reducer fills stops the reading; what is spilled
+    already is still served. Default: true."""
     reducers_done_share: float = 0.5
     """A reducer is late when at least this share of the reducers is ahead of it. Default: 0.5."""
     age_ms: int = 2_000
-    """And it is a straggler when it is this many milliseconds behind where they were. Default: 2,000."""
+    """A late reducer is a straggler when it has not come to where the others were this many milliseconds ago.
+    Default: 2,000."""
     memory_share: float = 0.5
-    """Of ``mapper.memory``. Rows of stragglers are spilled while the window weighs more. Default: 0.5."""
+    """Rows of stragglers are spilled while the window weighs more than this share of ``mapper.memory``. Default:
+    0.5."""
     compression: Compression = "lz4"
-    """Of spilled rows: ``none``, ``lz4`` or ``zstd``. Default: lz4."""
+    """How spilled rows are compressed. Default: lz4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,21 +151,26 @@ class ProcessorSpec:
     """One streaming processor."""
 
     processor: str
-    """Its name: the prefix of its tables and lease groups."""
+    """The name of the processor, which is the prefix of its tables and lease groups."""
     state: str
-    """A folder, absolute after loading (embedded), or ``grpc://host:port``."""
+    """Where the state store is: a folder, relative to that of the spec, or ``grpc://host:port`` of a daemon that
+    runs."""
     input: InputSpec
+    """Where the rows come from."""
     mapper: MapperSpec
+    """How a mapper reads, maps and keeps rows."""
     reducer: ReducerSpec
+    """How a reducer fetches, reduces and commits."""
     spill: SpillSpec = field(default_factory=SpillSpec)
     """What is done about reducers that lag behind."""
     max_parallelism: int = KEY_GROUPS_DEFAULT
-    """Key groups. Reducers own contiguous ranges of them, so there can never be more reducers. Default: 4,096."""
+    """How many key groups there are. Reducers own contiguous ranges of them, so there can never be more reducers, and
+    it cannot be changed over existing state. Default: 4,096."""
     lease_ttl_ms: int = 5_000
     """Milliseconds after which a worker that is not heard of is no longer listed. Default: 5,000."""
     metrics: bool | int = True
-    """Prometheus metrics over HTTP: ``false`` none, ``true`` any free port, a number the first port of a range in
-    which reducers come before mappers. Default: true."""
+    """Whether each worker serves Prometheus metrics over HTTP: ``false`` is not at all, ``true`` on any free port, and
+    a number is the first port of a range in which reducers come before mappers. Default: true."""
     path: Path = Path("<none>")
     """The file this was read from."""
     lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
@@ -184,6 +205,11 @@ class ProcessorSpec:
     def meta_table(self) -> str:
         return f"{self.processor}/meta"
 
+    def dead_letter_queue(self, role: Literal["mapper", "reducer"]) -> str:
+        """Where the rows go that this role sets aside, if it does."""
+        named = self.mapper.dead_letter_queue if role == "mapper" else self.reducer.dead_letter_queue
+        return named or f"{self.processor}/{role}_dead_letters"
+
     def metrics_port(self, role: Literal["mapper", "reducer"], index: int) -> int | None:
         """The port a worker serves its metrics on: None for not at all, 0 for any."""
         if isinstance(self.metrics, bool):
@@ -192,7 +218,7 @@ class ProcessorSpec:
 
     def open_state(self) -> StateClient:
         """A client of this processor's store; for a folder that a daemon serves, of that daemon."""
-        from statestore import StateClient
+        from shuffle.statestore import StateClient
 
         folder = self.state_folder
         if folder is None:
@@ -239,6 +265,11 @@ def relation_mistakes(spec: ProcessorSpec) -> list[tuple[str, str]]:
             "input.format",
             "is for folders of files; a queue has its own schema",
         ),
+        (
+            spec.input.start == "beginning" or spec.input.queue is not None,
+            "input.start",
+            "is for queues; nothing of a folder is trimmed",
+        ),
     ]
     return [(place, what) for fine, place, what in checks if not fine]
 
@@ -272,10 +303,12 @@ def load_spec(path: str | os.PathLike[str]) -> ProcessorSpec:
     The environment's ``SHUFFLE_STATE`` (``grpc://host:port``) takes the place of ``state``: so a controller tells its
     workers where the store is that it has started.
     """
-    from shuffle.spec_file import parse_spec
+    from shuffle.spec_file import is_store_address, parse_spec
 
     spec = parse_spec(Path(path))
     address = os.environ.get("SHUFFLE_STATE")
+    if address and not is_store_address(address):
+        raise SpecError(f"the environment's SHUFFLE_STATE is {address!r}, which is not grpc://host:port")
     return replace(spec, state=address) if address else spec
 
 
@@ -286,8 +319,10 @@ def load_class(spec: ProcessorSpec, role: Literal["mapper", "reducer"]) -> type[
     return import_class(spec, role)
 
 
-def check_against_store(spec: ProcessorSpec, client: StateClient, accept_new_map: bool = False) -> int:
+def check_against_store(
+    spec: ProcessorSpec, client: StateClient, accept_new_map: bool = False, register: bool = True
+) -> int:
     """Everything about ``spec`` that only the store can tell; creates the processor's tables. The number of mappers."""
     from shuffle import preflight
 
-    return preflight.check_against_store(spec, client, accept_new_map)
+    return preflight.check_against_store(spec, client, accept_new_map, register)

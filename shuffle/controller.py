@@ -1,6 +1,7 @@
 """``shuffle run``: the store (if it is embedded), the mappers and the reducers as processes; started, watched, stopped.
 
-1. The store: if ``state`` is a folder that nobody serves, a daemon is started for it.
+1. The store: if ``state`` is a folder that nobody serves, a daemon is started for it. If somebody else's daemon serves
+   it and ends, one is started in its place.
 2. The spec is checked against it, and ``map`` against a sample of the input; nothing else runs before that.
 3. Mappers and reducers are started; what dies is started again, with waits that grow.
 4. The end: Ctrl-C, SIGTERM, or ``--until-drained`` and everything is committed. Reducers stop first, so that what they
@@ -12,36 +13,35 @@ A controller that is killed takes its children with it (``shuffle.launch``); wha
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mapper.reader import decode_position, open_reader
-from mapper.spill_store import spill_queue
 from shuffle.check import Difference, check_map
 from shuffle.config import ProcessorSpec, check_against_store
+from shuffle.dead_letters import count_words, dead_letter_queues
 from shuffle.errors import ShuffleError, SpecError, StoreUnavailable, UserCodeError
 from shuffle.ids import Token
 from shuffle.logs import get_logger
+from shuffle.mapper.reader import decode_position, open_reader
+from shuffle.mapper.spill_store import spill_queue
+from shuffle.queries import refuse_beside_query
 from shuffle.screen import ChildView, Rates, progress_line, render
+from shuffle.serving import StoreKeeper, answering_address, log_folder, opened, require_store, served_store
 from shuffle.status import ProcessorStatus, StatusCollector
 from shuffle.supervisor import EXIT_SPEC, EXIT_USER_CODE, Child, RestartPolicy, Supervisor
 
 if TYPE_CHECKING:
-    from statestore import StateClient
+    from shuffle.statestore import StateClient
 
 STATE_ENVIRONMENT = "SHUFFLE_STATE"
-STORE_START_S_MAX = 60.0
-"""A store that was not closed reads its log first; a log is at most a few hundred megabytes."""
 TICK_S = 0.1
 LOOK_S = 1.0
 """Between two looks for the screen."""
@@ -52,86 +52,17 @@ CHECK_RETRY_S = 2.0
 
 _log = get_logger(__name__)
 
-__all__ = ["Controller", "DrainGoal", "RestartPolicy", "RunOptions", "require_store", "run", "served_store"]
-
-
-# 1. The store --------------------------------------------------------------------------------------------------------
-
-
-def require_store(spec: ProcessorSpec) -> None:
-    """For commands that only look: they must not make an empty store by the way."""
-    folder = spec.state_folder
-    if folder is not None and not folder.is_dir():
-        how = "`shuffle run` makes it"
-        if spec.input.queue is not None:
-            how = f"it comes with whatever fills the queue {spec.input.queue}, for example StateClient.open(folder)"
-        raise SpecError(f"{spec.at('state')}: there is no store in {folder} yet; {how}")
-
-
-@contextmanager
-def served_store(spec: ProcessorSpec, supervisor: Supervisor, logs: Path) -> Iterator[ProcessorSpec]:
-    """``spec`` with ``state`` as an address that answers; a daemon is started for a folder that has none.
-
-    Workers are given the address and not the folder: one of them, finding the folder without a daemon for a moment,
-    would open it itself and lock everybody else out.
-    """
-    folder = spec.state_folder
-    if folder is None:
-        yield spec
-        return
-    address = answering_address(folder)
-    if address is not None:
-        yield replace(spec, state=address)
-        return
-    listen = ["127.0.0.1:0"]
-    child = Child(
-        "statestore",
-        "statestore",
-        lambda: ["--path", os.fspath(folder), "--listen", listen[0]],
-        logs / "statestore.log",
-    )
-    supervisor.add(child)
-    try:
-        address = _wait_for_store(child, folder)
-        listen[0] = address.removeprefix("grpc://")  # A restarted store must be found where it was.
-        yield replace(spec, state=address)
-    finally:
-        supervisor.stop([child])
-
-
-def answering_address(folder: Path) -> str | None:
-    """Of the daemon that serves the store in ``folder``; None if there is none."""
-    from statestore import StateClient
-
-    client = StateClient.serving(folder)
-    if client is None:
-        return None
-    with client:
-        return client.address
-
-
-def _wait_for_store(child: Child, folder: Path) -> str:
-    deadline_s = time.monotonic() + STORE_START_S_MAX
-    while time.monotonic() < deadline_s:
-        if child.reap(time.monotonic()):
-            raise StoreUnavailable(f"the state store in {folder} did not start: {child.last_error}")
-        address = answering_address(folder)
-        if address is not None:
-            return address
-        time.sleep(0.02)
-    raise StoreUnavailable(f"the state store in {folder} did not answer within {STORE_START_S_MAX:.0f} s")
-
-
-@contextmanager
-def log_folder(spec: ProcessorSpec) -> Iterator[Path]:
-    """Where the children's logs go: under the state folder, or, with a store elsewhere, a folder that is removed at a
-    clean end."""
-    if spec.state_folder is not None:
-        yield spec.state_folder / "logs" / spec.processor
-        return
-    folder = Path(tempfile.mkdtemp(prefix=f"shuffle-{spec.processor}-"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+__all__ = [
+    "Controller",
+    "DrainGoal",
+    "RestartPolicy",
+    "RunOptions",
+    "answering_address",
+    "log_folder",
+    "require_store",
+    "run",
+    "served_store",
+]
 
 
 # Draining ------------------------------------------------------------------------------------------------------------
@@ -232,6 +163,8 @@ class Controller:
         self._rates = Rates()
         self._seen: ProcessorStatus | None = None
         self._reported: set[str] = set()
+        self._keeper: StoreKeeper | None = None
+        self._ending = ""
 
     def interrupt(self, number: int, _frame: Any = None) -> None:
         """A signal handler. The first time asks for an orderly end, the second time insists."""
@@ -246,7 +179,9 @@ class Controller:
             try:
                 with served_store(self._given, self._supervisor, logs) as spec:  # 1
                     os.environ[STATE_ENVIRONMENT] = spec.state
-                    with spec.open_state() as client:
+                    if self._given.state_folder is not None and not self._supervisor.children:
+                        self._keeper = StoreKeeper(self._given.state_folder, spec.state, self._supervisor, logs)
+                    with opened(spec) as client:
                         self._run_processor(spec, client, logs)
             finally:
                 os.environ.pop(STATE_ENVIRONMENT, None)
@@ -257,6 +192,8 @@ class Controller:
 
     def _run_processor(self, spec: ProcessorSpec, client: StateClient, logs: Path) -> None:
         mapper_count = check_against_store(spec, client, self._options.accept_new_map)  # 2
+        if self._options.reducers:
+            refuse_beside_query(client, spec.processor)
         checked = not self._options.check or self._check_first_rows(spec, client, mapper_count)
         goal = drain_goal(spec, client, mapper_count) if self._options.until_drained else None
         if self._stop.is_set():
@@ -271,14 +208,25 @@ class Controller:
         finally:
             if self._signal is not None:
                 self._say(f"{spec.processor}: stopping; a second Ctrl-C kills what is left")
+                self._ending = "stopped; the next `shuffle run` goes on from here"
             for role in ("reducer", "mapper"):  # 4
                 self._supervisor.stop(workers[role])
-        if self._signal is not None:
-            self._say(f"{spec.processor}: stopped; the next `shuffle run` goes on from here")
+        if self._ending:
+            self._say(f"{spec.processor}: {self._ending}{self._dead_letters(spec, client)}")
+
+    def _dead_letters(self, spec: ProcessorSpec, client: StateClient) -> str:
+        """For the last line: that rows were set aside must not look as if all of them had been counted."""
+        try:
+            words = count_words(dead_letter_queues(spec, client))
+        except ShuffleError as error:
+            _log.warning("dead letters not counted", error=error)
+            return ""
+        return f"; {words}: `shuffle dead-letters {self._given.path.name} show` prints them" if words else ""
 
     def _start(self, role: str, index: int, logs: Path) -> Child:
         arguments = [os.fspath(self._given.path), "--index", str(index)]
-        return self._supervisor.add(Child(f"{role} {index}", role, lambda: arguments, logs / f"{role}-{index}.log"))
+        log_path = logs / f"{role}-{index}.log"
+        return self._supervisor.add(Child(f"{role} {index}", f"shuffle.{role}", lambda: arguments, log_path))
 
     def _check_first_rows(self, spec: ProcessorSpec, client: StateClient, mapper_count: int) -> bool:
         """Whether there were rows to check ``map`` on; ``SpecError`` if it is not deterministic."""
@@ -298,20 +246,22 @@ class Controller:
     ) -> None:
         began_s = time.monotonic()
         look = _Every(LOOK_S if self._options.screen else LINE_S)
-        drain, check = _Every(DRAIN_LOOK_S), _Every(CHECK_RETRY_S)
+        drain, check, keep = _Every(DRAIN_LOOK_S), _Every(CHECK_RETRY_S), _Every(LOOK_S)
         checking: Future[bool] | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="check") as pool, _screen(self._options.screen) as show:
             while not self._stop.wait(TICK_S):
                 now_s = time.monotonic()
                 for child in self._supervisor.tick(now_s):
                     self._report_death(child)
+                if self._keeper is not None and keep.due(now_s) and self._keeper.look(now_s):
+                    self._say(f"{spec.processor}: the state store that others had started is gone: serving it")
                 self._give_up_if_hopeless(spec)
                 if not checked and checking is None and check.due(now_s):
                     checking = pool.submit(self._check_first_rows, spec, client, mapper_count)
                 if checking is not None and checking.done():
                     checked, checking = self._take_check(checking), None
                 if goal is not None and drain.due(now_s) and self._is_drained(goal, spec, client):
-                    self._say(f"{spec.processor}: drained after {now_s - began_s:.1f} s")
+                    self._ending = f"drained after {now_s - began_s:.1f} s"
                     return
                 if look.due(now_s) and self._look(collector, now_s):
                     show(self._picture()) if self._options.screen else self._say(self._line())
@@ -352,7 +302,8 @@ class Controller:
 
     def _line(self) -> str:
         assert self._seen is not None
-        return progress_line(self._seen, self._rates, sum(c.policy.restarts for c in self._supervisor.children))
+        restarts = sum(child.policy.restarts for child in self._supervisor.children)
+        return progress_line(self._seen, self._rates, restarts, self._options.reducers)
 
     def _report_death(self, child: Child) -> None:
         """Each new reason once: a worker in a loop of deaths must not bury everything else."""

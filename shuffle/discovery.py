@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 from shuffle.errors import Expired, ShuffleError
 from shuffle.ids import Guid, MapperIndex
 from shuffle.logs import get_logger
+from shuffle.vital_threads import OnDeath, start_vital
 
 if TYPE_CHECKING:
-    from statestore import Lease, Member, StateClient
+    from shuffle.statestore import Lease, Member, StateClient
 
 RETRY_S_MIN = 0.1
 RETRY_S_MAX = 2.0
@@ -49,11 +50,17 @@ class Membership:
     """Keeps a worker registered for as long as it lives, across restarts of the store.
 
     ``lost`` is set while the registration is known or presumed to be gone: the lease expired (this process was paused
-    for too long), or the store has not answered for a whole time to live.
+    for too long), or the store has not answered for a whole time to live. ``on_death``: see ``vital_threads``.
     """
 
     def __init__(
-        self, client: StateClient, group: str, member: str, attributes: Mapping[str, str], ttl_ms: int
+        self,
+        client: StateClient,
+        group: str,
+        member: str,
+        attributes: Mapping[str, str],
+        ttl_ms: int,
+        on_death: OnDeath,
     ) -> None:
         self.lost = threading.Event()
         self._client = client
@@ -65,7 +72,8 @@ class Membership:
         self._lease: Lease | None = None
         self._renewed_s = time.monotonic()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"membership-{group}", daemon=True)
+        self._on_death = on_death
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Membership:
         self.start()
@@ -77,12 +85,12 @@ class Membership:
     def start(self) -> None:
         """Registers once at once, so that others see this worker before it goes on; afterwards in the background."""
         self._step()
-        self._thread.start()
+        self._thread = start_vital(self._run, f"membership-{self._group}", self._on_death)
 
     def close(self) -> None:
         """Leaves the group, if the store can be told so; else the lease runs out by itself."""
         self._stopping.set()
-        if self._thread.is_alive():
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join(timeout=self._ttl_ms / 1000)
         lease, self._lease = self._lease, None
         if lease is not None:
@@ -148,9 +156,13 @@ def arrange_mappers(members: Iterable[Member]) -> dict[MapperIndex, list[MapperA
 
 
 class MapperDirectory:
-    """The mappers of one processor, kept up to date by a thread that watches their lease group."""
+    """The mappers of one processor, kept up to date by a thread that watches their lease group.
 
-    def __init__(self, client: StateClient, processor: str, wait_ms: int = WATCH_WAIT_MS) -> None:
+    ``on_death``: see ``vital_threads``.
+    """
+
+    def __init__(self, client: StateClient, processor: str, on_death: OnDeath, wait_ms: int = WATCH_WAIT_MS) -> None:
+        self.processor = processor
         self._client = client
         self._group = mappers_group(processor)
         self._wait_ms = wait_ms
@@ -158,8 +170,7 @@ class MapperDirectory:
         self._changes = 0
         self._mappers: dict[MapperIndex, list[MapperAddress]] = {}
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"directory-{processor}", daemon=True)
-        self._thread.start()
+        self._thread = start_vital(self._run, f"directory-{processor}", on_death)
 
     def __enter__(self) -> MapperDirectory:
         return self
@@ -195,6 +206,7 @@ class MapperDirectory:
         revision = -1
         retry_s = RETRY_S_MIN
         while not self._closing.is_set():
+            begun_s, seen = time.monotonic(), revision
             try:
                 revision, members = self._client.leases.watch(self._group, revision, self._wait_ms)
             except ShuffleError as error:
@@ -206,6 +218,9 @@ class MapperDirectory:
                 continue
             retry_s = RETRY_S_MIN
             self._publish(arrange_mappers(members))
+            if revision == seen and time.monotonic() - begun_s < self._wait_ms / 2000:
+                # The store has too many watchers to let this one wait, so it waits here.
+                self._closing.wait(RETRY_S_MIN)
 
     def _publish(self, mappers: dict[MapperIndex, list[MapperAddress]]) -> None:
         with self._changed:

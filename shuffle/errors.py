@@ -10,11 +10,12 @@
     │   ├── TooLarge               a key, value, batch, transaction or ticket over its limit
     │   ├── ConstraintViolated     a written row breaks a CHECK of its table
     │   ├── SequenceError          a producer's sequence number too far in the past to be recognised
-    │   └── OutOfRange             a queue position that was trimmed, or lies after the end
+    │   └── OutOfRange             a queue position that was trimmed, or lies after the end; a number out of bounds
     ├── CommitConflict             something the transaction read has changed: nothing was written, try again
     ├── CommitUnknown              the answer was lost: read the state again, never repeat the commit blindly
     ├── StoreError
     │   ├── StoreUnavailable       cannot be reached, or did not answer in time
+    │   │   └── TooBusy            it serves as many as it can at a time: nothing was done, ask again later
     │   ├── StoreLocked            another process has the folder open and serves nobody
     │   ├── FormatTooNew           written by a newer version of this project
     │   ├── StoreNotWritable       the folder cannot be created or written
@@ -23,7 +24,10 @@
     ├── Expired                    a snapshot, session, lease or staged append whose time is over
     ├── StaleMapper                the request names another instance of this mapper: discovery was stale
     ├── RowsGone                   rows below what the window can still serve
+    ├── NotServed                  rows called committed that the mapper never served, and the store knows nothing of it
+    ├── FalseClaim                 rows dropped because a request called them committed; the store says they are not
     ├── SplitBrain                 another instance of this worker has moved the persisted state
+    ├── ThreadDied                 a thread that others depend on has ended: the process must be started again
     └── UserCodeError              an exception in the user's map or reduce, with the positions it stopped at
 
 Over the wire an error is its code, its message and its fields; never a traceback. ``to_wire`` and ``from_wire`` are
@@ -42,11 +46,14 @@ class ShuffleError(Exception):
     """The root of the tree. ``fields`` says what the error is about: table, column, row, file, offset, …"""
 
     code: ClassVar[str] = "internal"
+    """The short name of the kind of error, for programs."""
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
         self.message = message
+        """What happened, where, and what to do, in plain words."""
         self.fields = {name: value for name, value in fields.items() if value is not None}
+        """What the error is about, by name; each is also an attribute: ``error.table``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -63,98 +70,173 @@ class ShuffleError(Exception):
 
 
 class SpecError(ShuffleError):
+    """A spec, or a class that it names, cannot run; nothing was started. The message names the file, line and key of
+    each mistake: mend them."""
+
     code = "spec"
 
 
 class BadInput(ShuffleError):
+    """The caller's mistake; nothing was changed. The message says what was wrong, and what would be right."""
+
     code = "bad_input"
 
 
 class SchemaMismatch(BadInput):
+    """A column is missing, superfluous or of another type than declared. Cast the rows, or create another table."""
+
     code = "schema_mismatch"
 
 
 class UnknownTable(BadInput):
+    """There is no table or queue of that name; it may have been dropped. ``shuffle state ls`` lists them."""
+
     code = "unknown_table"
 
 
 class TableExists(BadInput):
+    """The name is taken. Take another one, or ``if_not_exists=True`` where a table with the same columns will do."""
+
     code = "table_exists"
 
 
 class NullKey(BadInput):
+    """A key column has a null. Leave such rows out, or give them a value."""
+
     code = "null_key"
 
 
 class TooLarge(BadInput):
+    """A key, value, batch, transaction or ticket is over its limit. Split it; the limits are listed below."""
+
     code = "too_large"
 
 
 class ConstraintViolated(BadInput):
+    """A written row breaks a CHECK of its table; the message names the constraint and shows the row."""
+
     code = "constraint_violated"
 
 
 class SequenceError(BadInput):
+    """A producer's sequence number is too far in the past to tell whether it was appended. Count upwards."""
+
     code = "sequence"
 
 
 class OutOfRange(BadInput):
+    """A queue position that was trimmed, or lies after the end. ``Queue.bounds`` says what can be read."""
+
     code = "out_of_range"
 
 
 class CommitConflict(ShuffleError):
+    """Something that the transaction read has changed: nothing was written. Run the transaction again."""
+
     code = "conflict"
 
 
 class CommitUnknown(ShuffleError):
+    """The answer to a commit was lost. Read the state again to learn what became of it; never repeat it blindly."""
+
     code = "commit_unknown"
 
 
 class StoreError(ShuffleError):
+    """The store cannot do its work. The errors below say why."""
+
     code = "store"
 
 
 class StoreUnavailable(StoreError):
+    """The store cannot be reached, or did not answer in time. Is it running, and at this address? Then try again."""
+
     code = "store_unavailable"
 
 
+class TooBusy(StoreUnavailable):
+    """As many clients, requests or waits as the server allows are there already. Nothing was done: try again later."""
+
+    code = "too_busy"
+
+
 class StoreLocked(StoreError):
+    """Another process has the folder open and serves nobody. End it, or let it serve with ``shuffle statestore``."""
+
     code = "store_locked"
 
 
 class FormatTooNew(StoreError):
+    """The folder was written by a newer version of this project. Use that version."""
+
     code = "format_too_new"
 
 
 class StoreNotWritable(StoreError):
+    """The folder cannot be created or written. Look at its owner and rights, and at how the disk is mounted."""
+
     code = "store_not_writable"
 
 
 class DiskFull(StoreError):
+    """There is no room; nothing was acknowledged, and reads go on. Free some room."""
+
     code = "disk_full"
 
 
 class CorruptData(StoreError):
+    """What is stored cannot be right: a checksum does not match. The message names the file and the offset."""
+
     code = "corrupt_data"
 
 
 class Expired(ShuffleError):
+    """A snapshot, session, lease or staged append whose time is over. Begin again with a new one."""
+
     code = "expired"
 
 
 class StaleMapper(ShuffleError):
+    """A request named another instance of this mapper than runs now. Reducers ask discovery again by themselves."""
+
     code = "stale_mapper"
 
 
 class RowsGone(ShuffleError):
+    """Rows were asked for below what a mapper can still serve: they were committed by all, and given up."""
+
     code = "rows_gone"
 
 
+class NotServed(ShuffleError):
+    """A reducer told a mapper that it has committed rows which the mapper never served, and the store does not say so
+    either. Nothing was forgotten; the reducer reads its state again."""
+
+    code = "not_served"
+
+
+class FalseClaim(ShuffleError):
+    """A mapper had dropped rows because a request called them committed, and the store says that they are not. It
+    starts again from its persisted state, and serves them again. Who sends such requests?"""
+
+    code = "false_claim"
+
+
 class SplitBrain(ShuffleError):
+    """Another instance of this worker has moved the persisted state. The worker starts again from there by itself."""
+
     code = "split_brain"
 
 
+class ThreadDied(ShuffleError):
+    """A thread that others depend on has died, so its process ends, or cannot be used any more. Start it again."""
+
+    code = "thread_died"
+
+
 class UserCodeError(ShuffleError):
+    """An exception in your ``map`` or ``reduce``, with its traceback and the positions at which it stopped."""
+
     code = "user_code"
 
 
@@ -164,6 +246,11 @@ _BY_CODE[ShuffleError.code] = ShuffleError
 def to_wire(error: ShuffleError) -> str:
     """The text under which an error travels: one JSON object, kept short enough for a gRPC status message."""
     return json.dumps({"code": error.code, "message": error.message, "fields": error.fields}, default=str)
+
+
+def one_line(error: BaseException) -> str:
+    """An error that nobody foresaw, for somebody in another process: its type and its text, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def from_wire(text: str) -> ShuffleError:

@@ -17,17 +17,16 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import pyarrow as pa
 import pyarrow.flight as _flight
 
-from shuffle.errors import ShuffleError, StoreUnavailable, from_wire, to_wire
+from shuffle.errors import BadInput, ShuffleError, StoreUnavailable, from_wire, one_line, to_wire
+from shuffle.fields import shown
 
 Action = _flight.Action
 FlightCallOptions = _flight.FlightCallOptions
 FlightClient = _flight.FlightClient
 FlightDescriptor = _flight.FlightDescriptor
 FlightError = _flight.FlightError
-FlightServerBase = _flight.FlightServerBase
 FlightServerError = _flight.FlightServerError
 FlightStreamReader = _flight.FlightStreamReader
-GeneratorStream = _flight.GeneratorStream
 RecordBatchStream = _flight.RecordBatchStream
 Result = _flight.Result
 Ticket = _flight.Ticket
@@ -44,7 +43,9 @@ CALL_TIMEOUT_S = 30.0
 _CHANNEL_OPTIONS = [
     # A daemon that comes back must be found again within a second; gRPC's own back-off goes up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # In spite of its name this is how long an attempt to connect may take. A machine that is busy starting processes
+    # needs more than a moment for it, and a call on a new channel fails with its first attempt.
+    ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     # Channels to one address share their connection otherwise, and with it its state of failure and its window.
     ("grpc.use_local_subchannel_pool", 1),
@@ -64,10 +65,13 @@ def call_options(timeout_s: float = CALL_TIMEOUT_S) -> Any:
 
 def as_flight_error(error: ShuffleError) -> Any:
     """What a server handler raises so that the client gets ``error`` back, with its type and fields."""
+    return FlightServerError(short_wire(error))
+
+
+def short_wire(error: ShuffleError) -> str:
+    """``to_wire``, cut so that it fits the trailers of a call."""
     wire = to_wire(error)
-    if len(wire) > WIRE_ERROR_BYTES_MAX:
-        wire = to_wire(_shortened(error))
-    return FlightServerError(wire)
+    return wire if len(wire) <= WIRE_ERROR_BYTES_MAX else to_wire(_shortened(error))
 
 
 def _shortened(error: ShuffleError) -> ShuffleError:
@@ -85,24 +89,32 @@ def _shortened(error: ShuffleError) -> ShuffleError:
     return type(error)(message + cut, **fields)
 
 
+def told(error: BaseException) -> ShuffleError | None:
+    """The typed error that a server has sent, if what a Flight call raised is one."""
+    text = str(error)
+    begin = text.find('{"code":')
+    if begin < 0:
+        return None
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, begin)
+    except ValueError:
+        end = len(text)
+    return from_wire(text[begin:end])
+
+
 def raise_typed(error: BaseException, who: str = "the server") -> NoReturn:
     """Raise the typed error behind what a Flight call raised. ``who`` is named when nobody answered."""
     if isinstance(error, ShuffleError):
         raise error
     text = str(error)
     if isinstance(error, _flight.FlightUnavailableError):
-        raise StoreUnavailable(f"cannot reach {who}: is it running?", address=who) from None
+        raise StoreUnavailable(f"cannot reach {who}: is it running? ({_last_words(text)})", address=who) from error
     if isinstance(error, _flight.FlightTimedOutError):
-        raise StoreUnavailable(f"{who} did not answer in time", address=who) from None
+        raise StoreUnavailable(f"{who} did not answer in time", address=who) from error
     if isinstance(error, _flight.FlightCancelledError):
-        raise StoreUnavailable(f"the call to {who} was cancelled", address=who) from None
-    begin = text.find('{"code":')
-    if begin >= 0:
-        try:
-            _, end = json.JSONDecoder().raw_decode(text, begin)
-        except ValueError:
-            end = len(text)
-        raise from_wire(text[begin:end]) from None
+        raise StoreUnavailable(f"the call to {who} was cancelled", address=who) from error
+    if (sent := told(error)) is not None:
+        raise sent from None
     # What a dying peer leaves behind has many shapes (reset streams, closed sockets); none of them is an answer.
     if isinstance(error, OSError | FlightError):
         raise StoreUnavailable(f"the call to {who} broke: {_first_line(text)}", address=who) from error
@@ -111,6 +123,16 @@ def raise_typed(error: BaseException, who: str = "the server") -> NoReturn:
 
 def _first_line(text: str) -> str:
     return text.split(". gRPC client debug context", 1)[0].splitlines()[0] if text else "no reason given"
+
+
+def words_of(error: BaseException) -> str:
+    """What an error of Flight says, without what Flight says about the saying."""
+    return str(error).split(". gRPC client debug context", 1)[0].rpartition("with message: ")[2]
+
+
+def _last_words(text: str) -> str:
+    """What was wrong with the connection: gRPC says it at the end, after what was wrong because of that."""
+    return _first_line(text).rpartition(": ")[2]
 
 
 @contextmanager
@@ -122,33 +144,103 @@ def typed_errors(who: str) -> Iterator[None]:
         raise_typed(error, who)
 
 
-def served(handler: Callable[P, R]) -> Callable[P, R]:
-    """Around a server's handler: typed errors cross the wire typed, anything else as its text, never as a traceback."""
-
-    @functools.wraps(handler)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return handler(*args, **kwargs)
-        except FlightError:
-            raise
-        except ShuffleError as error:
-            raise as_flight_error(error) from None
-        except Exception as error:
-            raise as_flight_error(ShuffleError(f"{type(error).__name__}: {error}")) from None
-
-    return wrapped
+# --- servers: what is raised in them crosses the wire typed, or as one line, and never as a traceback ---
 
 
-def served_batches(batches: Iterator[R]) -> Iterator[R]:
-    """The same for the generator behind a ``GeneratorStream``, which runs after its handler has returned."""
+def read_chunk(reader: Any) -> Any:
+    """The next message that a client has sent on an exchange; ``StopIteration`` at its end.
+
+    Of a message that cannot be read Arrow says so in many ways, none of which is an error of this server.
+    """
     try:
-        yield from batches
+        return reader.read_chunk()
+    except (StopIteration, FlightError):
+        raise
+    except (pa.ArrowException, OSError, EOFError, UnicodeError, SystemError) as error:
+        raise BadInput(f"not a message that can be understood: {one_line(error)}") from None
+
+
+@contextmanager
+def _leaving() -> Iterator[None]:
+    """Around all that a server runs for a call. Flight would send any other exception with its traceback, as text."""
+    try:
+        yield
     except FlightError:
         raise
     except ShuffleError as error:
         raise as_flight_error(error) from None
+    except (pa.ArrowException, UnicodeError) as error:
+        # Only what a client has sent is read here: it is not what it says it is.
+        raise as_flight_error(BadInput(f"not a message that can be understood: {one_line(error)}")) from None
     except Exception as error:
-        raise as_flight_error(ShuffleError(f"{type(error).__name__}: {error}")) from None
+        raise as_flight_error(ShuffleError(one_line(error))) from None
+
+
+def _served(handler: Callable[P, Any]) -> Callable[P, Any]:
+    @functools.wraps(handler)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Any:
+        with _leaving():
+            found = handler(*args, **kwargs)
+            # What Flight would go through later, outside of this, is gone through now.
+            return list(found) if isinstance(found, Iterator) else found
+
+    return wrapped
+
+
+def _refusing(method: str) -> Callable[..., Any]:
+    def refuse(*given: Any) -> Any:
+        error = BadInput(f"{method} is not something that this server does")
+        if method == "get_schema":
+            # Of this one Flight sends the traceback of its own errors, too. So it answers: no columns, and why.
+            return _flight.SchemaResult(pa.schema([], {"error": to_wire(error)}))
+        raise error
+
+    return refuse
+
+
+_HANDLERS = (
+    "list_flights",
+    "get_flight_info",
+    "get_schema",
+    "do_get",
+    "do_put",
+    "do_exchange",
+    "list_actions",
+    "do_action",
+)
+"""What Flight calls a server for."""
+
+
+class FlightServerBase(_flight.FlightServerBase):  # type: ignore[misc]
+    """A Flight server whose handlers may raise what they like, and which refuses what it has no handler for."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in _HANDLERS:
+            own = getattr(cls, name)
+            if own is getattr(_flight.FlightServerBase, name):
+                own = _refusing(name)
+            setattr(cls, name, _served(own))
+
+
+def check_schema(reader: Any, wanted: pa.Schema) -> None:
+    """Raises ``BadInput`` unless an exchange begins with this schema. To be called before anything is read from it.
+
+    With a schema of its own choice a client can end the process: where a column has a dictionary, Flight reads on after
+    it without looking whether there is a batch in what comes next, and follows a pointer to nothing if there is none.
+    """
+    if not reader.schema.equals(wanted):
+        raise BadInput(f"an exchange of the columns {wanted.names} was begun with {shown(str(reader.schema.names))}")
+
+
+def GeneratorStream(schema: pa.Schema, batches: Iterator[Any]) -> Any:  # noqa: N802
+    """Flight's own, for a generator that may raise: it runs after its handler has returned."""
+    return _flight.GeneratorStream(schema, _served_batches(batches))
+
+
+def _served_batches(batches: Iterator[R]) -> Iterator[R]:
+    with _leaving():
+        yield from batches
 
 
 def do_action(

@@ -1,9 +1,12 @@
 """Runs a module as the controller's child, in such a way that it cannot outlive the controller.
 
-    python -m shuffle.launch PARENT_PID MODULE [ARGUMENT …]
+    python -P -m shuffle.launch PARENT_PID MODULE [ARGUMENT …]
 
 A controller that is killed with ``kill -9`` cannot tell its children to stop, so the kernel is asked to. Asking is done
 in the child itself and not between fork and exec, where Python code could deadlock on a lock of some other thread.
+
+The working folder is not put on the path (``-P``): it is the user's, and a ``queue.py`` in it would be taken for
+Python's own. Where the user's modules are found is decided in one place, when the spec's classes are loaded.
 """
 
 from __future__ import annotations
@@ -13,11 +16,22 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import time
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 1.0
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """The command line of a child of this process that runs ``module``."""
+    return [sys.executable, "-P", "-m", "shuffle.launch", str(os.getpid()), module, *arguments]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, in which a child finds this project where this process found it."""
+    places = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).resolve().parent.parent)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(place for place in places if place)}
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -27,7 +41,9 @@ def die_with_parent(parent_pid: int) -> None:
     except (OSError, AttributeError):
         asked = False
     if not asked:  # Not Linux: look for ourselves.
-        threading.Thread(target=_watch_parent, args=(parent_pid,), name="watch-parent", daemon=True).start()
+        from shuffle.vital_threads import end_process, start_vital
+
+        start_vital(lambda: _watch_parent(parent_pid), "watch-parent", end_process)
     if os.getppid() != parent_pid:
         os._exit(1)
 

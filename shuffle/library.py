@@ -29,7 +29,7 @@ from shuffle.limits import MIB
 from shuffle.partition import hash_partition
 
 if TYPE_CHECKING:
-    from statestore import StateClient, Transaction
+    from shuffle.statestore import StateClient, Transaction
 
 _REQUIRED = object()
 
@@ -131,8 +131,11 @@ class AggregateReducer(Reducer):
     """
 
     table: ClassVar[str]
+    """The table that holds the result."""
     key: ClassVar[Sequence[str]]
+    """The columns whose values make a key of the table."""
     aggregates: ClassVar[Mapping[str, Aggregate]]
+    """What is kept for each key, by the name of its column: ``{"count": Count()}``."""
 
     def __init__(self, config: Mapping[str, Any], spec: WorkerSpec, state: StateClient) -> None:
         super().__init__(check_config(type(self), config), spec, state)

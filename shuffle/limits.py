@@ -18,6 +18,10 @@ VALUE_BYTES_MAX = 16 * MIB
 BATCH_BYTES_MAX = 256 * MIB
 """One record batch on the wire. Arrow Flight cannot carry a message of 2 GiB; this leaves room and keeps memory low."""
 
+BATCH_ROWS_MAX = 1 << 24
+"""Rows of one record batch of a queue. A column of nulls has no bytes, so bytes alone do not bound rows: without this a
+message of a hundred bytes is a batch of 2^62 rows, which a reader would try to put into a column of its own."""
+
 TRANSACTION_BYTES_MAX = 512 * MIB
 """All writes and appends of one transaction: they are in memory at the client and at the store at once."""
 
@@ -26,6 +30,9 @@ TRANSACTION_ROWS_MAX = 5_000_000
 
 TRANSACTION_APPENDS_MAX = 65_536
 """Appends of one transaction: where each of them ended up is in the header of the one answer."""
+
+SECTIONS_BYTES_MAX = 64 * MIB
+"""What a commit is made of, as JSON: as many appends as there may be, each with a producer of the longest name."""
 
 ANSWER_HEADER_BYTES_MAX = 4 * MIB
 """The largest is that of a commit with as many appends as there may be: 42 bytes for each."""
@@ -36,6 +43,9 @@ connection: one that has fallen silent holds it up for so long. A store that is 
 
 WAIT_MS_MAX = 60_000
 """The longest long poll. A client that wants more asks again."""
+
+STAGED_TTL_MS_MAX = 30 * 24 * 3_600_000
+"""Staged rows that nobody has published for a month were forgotten, and take up the disk."""
 
 NAME_BYTES_MAX = 255
 """Names of tables, queues, groups, members and producers."""

@@ -18,8 +18,20 @@ from dataclasses import astuple, dataclass
 import pyarrow as pa
 
 from shuffle.errors import BadInput, TooLarge
+from shuffle.fields import (
+    UINT32_MAX,
+    UINT64_MAX,
+    check_fields,
+    check_items,
+    fits,
+    flag,
+    number,
+    parse_json,
+    shown,
+    text,
+)
 from shuffle.ids import Guid, ReducerIndex, ShuffleIndex
-from shuffle.limits import TICKET_BYTES_MAX
+from shuffle.limits import TICKET_BYTES_MAX, WAIT_MS_MAX
 from shuffle.shared_memory import Note
 
 ROWS_EXCHANGE = b"getrows/1"
@@ -54,6 +66,8 @@ class GetRows:
     """Whether rows come with the columns ``METADATA_FIELDS`` behind their own."""
     machine: str | None = None
     """Where the reducer runs, if it can take rows from shared memory."""
+    processor: str = ""
+    """Whose reducer asks. A mapper refuses those of another processor; empty: it is not said."""
 
     def encode(self) -> bytes:
         # ``asdict`` copies deeply, which takes longer than all the rest.
@@ -64,33 +78,38 @@ class GetRows:
         if len(ticket) > TICKET_BYTES_MAX:
             raise TooLarge(f"the ticket has {len(ticket)} bytes, more than {TICKET_BYTES_MAX}", limit=TICKET_BYTES_MAX)
         try:
-            parsed = json.loads(ticket)
-            request = GetRows(**parsed)
-        except (ValueError, TypeError) as error:
+            parsed = parse_json(ticket)
+        except ValueError as error:
             raise BadInput(f"not a GetRows ticket: {error}") from None
-        request._check()
+        if not isinstance(parsed, dict) or not parsed.keys() <= set(GetRows.__slots__):
+            raise BadInput("not a GetRows ticket: reducer and mapper are of different versions")
+        check_fields("GetRows", _GET_ROWS, parsed)
+        request = GetRows(**{name: value for name, value in parsed.items() if value is not None})
+        if request.from_row_index < request.committed_row_index:
+            raise BadInput(
+                f"the cursor {request.from_row_index} is behind what the reducer committed, "
+                f"{request.committed_row_index}"
+            )
         return request
 
-    def _check(self) -> None:
-        numbers = {
-            "reducer_index": self.reducer_index,
-            "committed_row_index": self.committed_row_index,
-            "from_row_index": self.from_row_index,
-            "max_rows": self.max_rows,
-            "max_bytes": self.max_bytes,
-            "wait_ms": self.wait_ms,
-        }
-        for name, value in numbers.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < -1:
-                raise BadInput(f"GetRows.{name} must be a whole number, not {value!r}", field=name)
-        if not isinstance(self.with_metadata, bool):
-            raise BadInput(f"GetRows.with_metadata must be true or false, not {self.with_metadata!r}")
-        if not isinstance(self.machine, str | None):
-            raise BadInput(f"GetRows.machine must be a text, not {self.machine!r}")
-        if self.from_row_index < self.committed_row_index:
-            raise BadInput(
-                f"the cursor {self.from_row_index} is behind what the reducer committed, {self.committed_row_index}"
-            )
+
+_GET_ROWS = (
+    text("mapper_id"),
+    number("reducer_index", UINT32_MAX),
+    number("committed_row_index", low=-1),
+    number("from_row_index", low=-1),
+    number("max_rows", low=1),
+    number("max_bytes", low=1),
+    number("wait_ms", WAIT_MS_MAX, optional=True),
+    number("to_row_index", low=-1, optional=True),
+    flag("with_metadata"),
+    text("machine", optional=True),
+    text("processor", low=0, optional=True),
+)
+"""The fields of a ticket."""
+
+_INDEX = number("last row index")
+_NOTE = (number("pid", UINT32_MAX), number("fd", UINT32_MAX), number("inode", UINT64_MAX), number("bytes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +126,11 @@ class BatchTail:
     @staticmethod
     def decode(metadata: bytes) -> BatchTail:
         more = metadata.endswith(b"+")
-        return BatchTail(ShuffleIndex(int(metadata[:-1] if more else metadata)), more)
+        digits = metadata[:-1] if more else metadata
+        # A number of 64 bits has at most 19 digits.
+        if not digits.isdigit() or len(digits) > 19 or not fits(_INDEX, int(digits)):
+            raise BadInput(f"not the shuffle index of a batch's last row: {shown(metadata)}")
+        return BatchTail(ShuffleIndex(int(digits)), more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +146,12 @@ class SharedRows:
     @staticmethod
     def decode(metadata: bytes) -> SharedRows:
         try:
-            pid, fd, inode, size_bytes, *last = json.loads(metadata[len(SHARED_ROWS) :])
-            return SharedRows(Note(int(pid), int(fd), int(inode), int(size_bytes)), tuple(map(ShuffleIndex, last)))
-        except (ValueError, TypeError) as error:
+            told = parse_json(metadata[len(SHARED_ROWS) :])
+        except ValueError as error:
             raise BadInput(f"not a note about shared rows: {error}") from None
+        if not isinstance(told, list):
+            raise BadInput("not a note about shared rows")
+        place, last = told[: len(_NOTE)], told[len(_NOTE) :]
+        check_items("a note about shared rows", _NOTE, place)
+        check_items("a note about shared rows", [_INDEX] * len(last), last)
+        return SharedRows(Note(*place), tuple(last))

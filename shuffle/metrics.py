@@ -12,11 +12,16 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
+from shuffle.vital_threads import OnDeath, start_vital
+
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Half a millisecond is one synced write of a good disk; half a minute is as good as stuck."""
+
+REQUEST_S_MAX = 10.0
+"""A request must be here within so long: each has a thread, and one that never ends its request would keep it."""
 
 _LABELS = ("processor", "role", "index")
 
@@ -102,7 +107,9 @@ class MapperMetrics(_Metrics):
         self.read_lag_rows = self._gauge("read_lag_rows", "Rows in the input that are not read yet")
         self.trims = self._counter("trims", "Times the state was persisted and the input trimmed")
         self.conflicts = self._counter("conflicts", "Commits refused because something read had changed")
+        self.dead_letters = self._counter("dead_letters", "Rows set aside in the dead-letter queue")
         self.split_brains = self._counter("split_brains", "Times another instance of this worker was noticed")
+        self.false_claims = self._counter("false_claims", "Times rows were called committed in a request and were not")
         self.stragglers = self._gauge("stragglers", "Reducers that lag so far behind that their rows may be spilled")
         self.spill_rows = self._gauges_by_reducer("spill_rows", "Rows in the spill that the reducer has not committed")
         self.spill_bytes = self._gauges_by_reducer("spill_bytes", "Bytes of the rows in the spill, uncompressed")
@@ -121,6 +128,7 @@ class ReducerMetrics(_Metrics):
         self.reduced_bytes = self._counter("reduced_bytes", "Bytes of the rows whose effect is committed")
         self.commits = self._counter("commits", "Transactions committed")
         self.conflicts = self._counter("conflicts", "Commits refused because something read had changed")
+        self.dead_letters = self._counter("dead_letters", "Rows set aside in the dead-letter queue")
         self.split_brains = self._counter("split_brains", "Times another instance of this worker was noticed")
         self.restarts = self._counter("restarts", "Times the pipeline started again from the persisted state")
         self.fetch_seconds = self._seconds("fetch_seconds", "Time of one GetRows, the long poll included")
@@ -170,13 +178,25 @@ def resident_bytes() -> float:
 
 
 class MetricsServer:
-    """Serves one registry at ``http://host:port/metrics`` until closed."""
+    """Serves one registry at ``http://host:port/metrics`` until closed. ``on_death``: see ``vital_threads``."""
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
-        from prometheus_client import start_http_server
+    def __init__(self, registry: CollectorRegistry, host: str, port: int, on_death: OnDeath) -> None:
+        from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+        from prometheus_client import make_wsgi_app
+        from prometheus_client.exposition import ThreadingWSGIServer
+
+        class Silent(WSGIRequestHandler):
+            timeout = REQUEST_S_MAX
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
 
         self.host = host
-        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        # As the library's own ``start_http_server`` does it, but for the thread.
+        app = make_wsgi_app(registry)
+        self._server = make_server(host, port, app, ThreadingWSGIServer, handler_class=Silent)
+        self._thread = start_vital(self._server.serve_forever, "metrics", on_death)
         self.port: int = self._server.server_port
         self._closed = threading.Event()
 
@@ -193,12 +213,15 @@ class MetricsServer:
     def close(self) -> None:
         if not self._closed.is_set():
             self._closed.set()
-            self._server.shutdown()
+            if self._thread.is_alive():  # It waits for the thread to say that it has heard it.
+                self._server.shutdown()
             self._server.server_close()
             self._thread.join(timeout=5)
 
 
-def serve_metrics(registry: CollectorRegistry | None, host: str = "127.0.0.1", port: int = 0) -> MetricsServer:
+def serve_metrics(
+    registry: CollectorRegistry | None, on_death: OnDeath, host: str = "127.0.0.1", port: int = 0
+) -> MetricsServer:
     """Starts the endpoint; port 0 takes any free one, which ``port`` of the answer tells."""
     assert registry is not None, "metrics that are not enabled cannot be served"
-    return MetricsServer(registry, host, port)
+    return MetricsServer(registry, host, port, on_death)

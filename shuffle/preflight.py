@@ -3,9 +3,12 @@
 1. The user's classes can be imported and are what they should be.
 2. The input is there; its partitions say how many mappers there are.
 3. The processor's own tables are there, or are created.
-4. The state in them was made by the same processor: its *fingerprint* in ``<processor>/meta``.
+4. The input queue has no other consumer, and nothing of it was trimmed before this processor could read it.
+5. The state in them was made by the same processor: its *fingerprint* in ``<processor>/meta``.
 
-On 4: rows are known by their number alone, so a state is only worth something together with the numbering and the
+At the first start the fingerprint and the registration as the queue's consumer are written in one transaction.
+
+On 5: rows are known by their number alone, so a state is only worth something together with the numbering and the
 distribution it was made with. What may not change is kept beside it and compared at every start.
 """
 
@@ -27,20 +30,21 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from mapper.folder import partition_folders
-from mapper.spill_store import SPILLS_KEY, SPILLS_VALUE
-from mapper.state import MAPPERS_KEY, MAPPERS_VALUE
-from reducer.state import REDUCERS_KEY, REDUCERS_VALUE
 from shuffle.config import ProcessorSpec
 from shuffle.discovery import mappers_group, reducers_group
 from shuffle.errors import CommitConflict, SpecError
+from shuffle.mapper.folder import partition_folders
+from shuffle.mapper.spill_store import SPILLS_KEY, SPILLS_VALUE
+from shuffle.mapper.state import MAPPERS_KEY, MAPPERS_VALUE
+from shuffle.reducer.state import REDUCERS_KEY, REDUCERS_VALUE
+from shuffle.statestore.consumers import create_consumers_table, queue_consumers, register_consumer
 
 if TYPE_CHECKING:
-    from statestore import StateClient
+    from shuffle.statestore import StateClient, Transaction
 
 META_KEY = pa.schema([pa.field("name", pa.string(), nullable=False)])
 META_VALUE = pa.schema([pa.field("value", pa.string(), nullable=False)])
-_META_ROW = pa.schema([*META_KEY, *META_VALUE])
+META_ROW = pa.schema([*META_KEY, *META_VALUE])
 
 MAPPERS_MAX = 4096
 """As for reducers: one process and one connection to every reducer for each."""
@@ -48,11 +52,23 @@ ATTEMPTS_MAX = 10
 """Of writing the fingerprint, when several workers start at once."""
 PARTITION_FUNCTION = "xxhash64/42"
 
+ALIASES = ("mapper", "reducer", "statestore", "spark_connector")
+"""Packages of ``shuffle`` that are importable by their last name, too: ``python -m mapper``."""
+
+_OWN_FOLDER = Path(__file__).resolve().parent.parent
+_SHOWN_MAX = 8
+"""Partitions that a mistake names; the rest are counted."""
+
 _OF_THE_MAP = ("mapper_class", "mapper_config", "mapper_code")
 
 
-def check_against_store(spec: ProcessorSpec, client: StateClient, accept_new_map: bool = False) -> int:
-    """The steps 1 to 4 above; the number of mappers. Every mistake of 1 and 2 is named in one ``SpecError``."""
+def check_against_store(
+    spec: ProcessorSpec, client: StateClient, accept_new_map: bool = False, register: bool = True
+) -> int:
+    """The steps 1 to 5 above; the number of mappers. Every mistake of 1 and 2 is named in one ``SpecError``.
+
+    Without ``register`` the processor does not become the consumer of its queue: that is for who only looks.
+    """
     mistakes: list[str] = []
     classes: dict[str, type[Any]] = {}
     roles: tuple[Literal["mapper", "reducer"], ...] = ("mapper", "reducer")
@@ -69,7 +85,7 @@ def check_against_store(spec: ProcessorSpec, client: StateClient, accept_new_map
     if mistakes:
         raise SpecError("\n".join(mistakes), path=str(spec.path), mistakes=mistakes)
     create_tables(spec, client)  # 3
-    check_fingerprint(spec, client, mapper_count, classes["mapper"], accept_new_map)  # 4
+    check_fingerprint(spec, client, mapper_count, classes["mapper"], accept_new_map, register)  # 4, 5
     return mapper_count
 
 
@@ -79,7 +95,7 @@ def check_against_store(spec: ProcessorSpec, client: StateClient, accept_new_map
 def import_class(spec: ProcessorSpec, role: Literal["mapper", "reducer"]) -> type[Any]:
     """The user's class for ``role``; ``SpecError`` in one line, with the place in the user's file, if it cannot be had.
 
-    Modules are looked for where Python looks, in the working folder and beside the spec.
+    Modules are looked for in the working folder and beside the spec, and where else Python looks.
     """
     from shuffle import api
 
@@ -87,9 +103,7 @@ def import_class(spec: ProcessorSpec, role: Literal["mapper", "reducer"]) -> typ
     name = spec.mapper.class_name if role == "mapper" else spec.reducer.class_name
     base = api.Mapper if role == "mapper" else api.Reducer
     module_name, _, path = name.partition(":")
-    for folder in (os.getcwd(), str(spec.path.parent)):
-        if folder not in sys.path:
-            sys.path.append(folder)
+    _make_findable(spec, module_name.partition(".")[0])
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -100,7 +114,8 @@ def import_class(spec: ProcessorSpec, role: Literal["mapper", "reducer"]) -> typ
         raise SpecError(f"{place}: {module_name} cannot be imported: {_where(error)}") from None
     for part in path.split("."):
         if not hasattr(found, part):
-            raise SpecError(f"{place}: {module_name} has no class {path}{_suggest(part, _classes_in(found, base))}")
+            hint = _hidden(spec, found) or _suggest(part, _classes_in(found, base))
+            raise SpecError(f"{place}: {module_name} has no class {path}{hint}")
         found = getattr(found, part)
     if not (inspect.isclass(found) and issubclass(found, base)):
         raise SpecError(f"{place}: {name} is not a subclass of shuffle.{base.__name__}")
@@ -109,6 +124,49 @@ def import_class(spec: ProcessorSpec, role: Literal["mapper", "reducer"]) -> typ
         raise SpecError(f"{place}: {name} does not define {missing}")
     _check_user_config(spec, role, found)
     return found
+
+
+def _user_folders(spec: ProcessorSpec) -> list[Path]:
+    return list(dict.fromkeys([Path.cwd(), spec.path.parent.absolute()]))
+
+
+def _make_findable(spec: ProcessorSpec, top_name: str) -> None:
+    """Put the user's folders on the path: behind Python's own modules, which they must not hide, and before ours.
+
+    Of ours only ``shuffle`` is ever imported by workers, so a user's ``mapper.py`` or ``reducer.py`` hides nothing. The
+    names that the project has at the top level beside it are aliases for people, and give way.
+    """
+    for folder in _user_folders(spec):
+        for taken in (folder / "shuffle.py", folder / "shuffle" / "__init__.py"):
+            if taken.exists() and not taken.samefile(_OWN_FOLDER / "shuffle" / "__init__.py"):
+                raise SpecError(f"{taken} has the name of this project, and would be imported in its place: rename it")
+    own = [entry for entry in sys.path if entry and Path(entry).resolve() == _OWN_FOLDER]
+    others = [entry for entry in sys.path if entry not in own]
+    users = [str(folder) for folder in _user_folders(spec) if str(folder) not in others and folder != _OWN_FOLDER]
+    installed = next((at for at, entry in enumerate(others) if entry.endswith("-packages")), len(others))
+    sys.path[:] = [*others[:installed], *users, *others[installed:], *own]
+    if top_name in ALIASES and _in_user_folder(spec, top_name) is not None:
+        imported = sys.modules.get(top_name)
+        if imported is not None and Path(imported.__file__ or "").parent.parent == _OWN_FOLDER:
+            del sys.modules[top_name]
+
+
+def _in_user_folder(spec: ProcessorSpec, top_name: str) -> Path | None:
+    """The user's module of this name: a file, or the folder of a package."""
+    for folder in _user_folders(spec):
+        for found in (folder / f"{top_name}.py", folder / top_name):
+            if found.exists() and folder != _OWN_FOLDER:
+                return found
+    return None
+
+
+def _hidden(spec: ProcessorSpec, module: Any) -> str:
+    """A hint, if the module that was imported is not the one of that name which the user has."""
+    mine = _in_user_folder(spec, module.__name__.partition(".")[0])
+    imported = getattr(module, "__file__", None)
+    if mine is None or (imported is not None and Path(imported).is_relative_to(mine.parent)):
+        return ""
+    return f": that is Python's own module, or an installed one, and {mine} was not imported; rename yours"
 
 
 def _check_user_config(spec: ProcessorSpec, role: Literal["mapper", "reducer"], found: type[Any]) -> None:
@@ -192,9 +250,49 @@ def create_tables(spec: ProcessorSpec, client: StateClient) -> None:
     client.create_table(spec.mappers_table, key=MAPPERS_KEY, value=MAPPERS_VALUE, if_not_exists=True)
     client.create_table(spec.spills_table, key=SPILLS_KEY, value=SPILLS_VALUE, if_not_exists=True)
     client.create_table(spec.reducers_table, key=REDUCERS_KEY, value=REDUCERS_VALUE, if_not_exists=True)
+    create_consumers_table(client)
 
 
-# 4. Fingerprint ------------------------------------------------------------------------------------------------------
+# 4. Whose queue it is ------------------------------------------------------------------------------------------------
+
+
+def check_consumer(spec: ProcessorSpec, client: StateClient, tx: Transaction) -> None:
+    """Refuses a queue that another processor consumes. Of a folder nothing is ever deleted, so any may read it."""
+    queue = spec.input.queue
+    consumer = None if queue is None else queue_consumers(client, tx).get(queue)
+    if consumer is not None and consumer != spec.processor:
+        raise SpecError(
+            f"{spec.at('input.queue')}: the queue {queue!r} is consumed by the processor {consumer!r}, which trims what"
+            " it has committed: let the producer write to two queues, or, if that processor is over for good, run"
+            f" `shuffle state release STORE {queue}`",
+            queue=queue,
+            consumer=consumer,
+        )
+
+
+def check_begin(spec: ProcessorSpec, client: StateClient) -> None:
+    """Refuses to start on a queue of which rows are gone that this processor has never read."""
+    if spec.input.queue is None or spec.input.start == "earliest_available":
+        return
+    # In this order: a mapper writes its row before it trims.
+    begins = [begin for begin, _ in client.queue(spec.input.queue).bounds()]
+    rows = client.scan(spec.mappers_table, columns=["mapper_index"]).read_all()
+    started = set(rows["mapper_index"].to_pylist())
+    trimmed = {index: begin for index, begin in enumerate(begins) if begin > 0 and index not in started}
+    if not trimmed:
+        return
+    shown = ", ".join(f"partition {index} begins at row {begin}" for index, begin in list(trimmed.items())[:_SHOWN_MAX])
+    more = f", and {len(trimmed) - _SHOWN_MAX} more" if len(trimmed) > _SHOWN_MAX else ""
+    raise SpecError(
+        f"{spec.at('input.queue')}: rows of the queue {spec.input.queue!r} were trimmed before this processor could"
+        f" read them: {shown}{more}; fill another queue, or, if they are not wanted, write `input: {{queue:"
+        f" {spec.input.queue}, start: earliest_available}}`",
+        queue=spec.input.queue,
+        begins=trimmed,
+    )
+
+
+# 5. Fingerprint ------------------------------------------------------------------------------------------------------
 
 
 def fingerprint(spec: ProcessorSpec, mapper_count: int, mapper_class: type[Any]) -> dict[str, str]:
@@ -278,21 +376,33 @@ def _plain(value: Any) -> str:
 
 
 def check_fingerprint(
-    spec: ProcessorSpec, client: StateClient, mapper_count: int, mapper_class: type[Any], accept_new_map: bool = False
+    spec: ProcessorSpec,
+    client: StateClient,
+    mapper_count: int,
+    mapper_class: type[Any],
+    accept_new_map: bool = False,
+    register: bool = True,
 ) -> None:
-    """Writes the fingerprint over a state that is empty; refuses one that does not fit a state that is not."""
+    """Writes the fingerprint over a state that is empty; refuses one that does not fit a state that is not.
+
+    With ``register`` the processor becomes the consumer of its queue in the same transaction.
+    """
     ours = fingerprint(spec, mapper_count, mapper_class)
     for _ in range(ATTEMPTS_MAX):
         tx = client.transaction()
         with tx:
             stored = {row["name"]: row["value"] for row in tx.scan(spec.meta_table).read_all().to_pylist()}
             changed = [name for name in ours if name in stored and not _same(name, ours[name], stored[name])]
-            if not changed and stored.keys() >= ours.keys():
-                return
             if changed:
                 _refuse_change(spec, client, ours, stored, changed, accept_new_map)
-            names = sorted(ours)
-            tx.write(spec.meta_table, pa.table([names, [ours[name] for name in names]], schema=_META_ROW))
+            check_consumer(spec, client, tx)
+            check_begin(spec, client)
+            registers = register and register_consumer(client, tx, spec.processor, spec.input.queue)
+            if changed or not stored.keys() >= ours.keys():
+                names = sorted(ours)
+                tx.write(spec.meta_table, pa.table([names, [ours[name] for name in names]], schema=META_ROW))
+            elif not registers:
+                return
             try:
                 tx.commit()
                 return

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from shuffle.dead_letters import count_words
 from shuffle.errors import StoreUnavailable
 from shuffle.status import MapperStatus, ProcessorStatus, ReducerStatus
 
@@ -69,6 +70,8 @@ def render(
     children = children or {}
     title = Text.assemble(("streaming processor ", "dim"), (status.processor, "bold"), (f"  {note}", "dim"))
     parts: list[RenderableType] = [title, _mappers(status, rates, children), _reducers(status, rates, children)]
+    if words := count_words(status.dead_letters):
+        parts.append(Text(f"{words}; `shuffle dead-letters SPEC show` prints them", style="yellow"))
     errors = [(name, view.last_error) for name, view in children.items() if view.last_error]
     parts += [Text(f"{name}: {error}", style="red") for name, error in errors[-4:]]
     return Group(*parts)
@@ -95,7 +98,7 @@ def _mappers(status: ProcessorStatus, rates: Rates, children: Mapping[str, Child
             _count(mapper.input_rows_left if lag is None else lag),
             _bytes(mapper.number("window_bytes")),
             _count(mapper.number("window_rows")),
-            _count(mapper.input_unread_row_index),
+            _count(mapper.done_rows),
             *_restarts(name, children),
         )
     return table
@@ -115,7 +118,7 @@ def _reducers(status: ProcessorStatus, rates: Rates, children: Mapping[str, Chil
         name = f"reducer {reducer.index}"
         table.add_row(
             name,
-            _state(reducer.instances, children.get(name)),
+            _reducer_state(reducer, name, children),
             _rate(rates.of(name)),
             _count(reducer.pending_rows),
             _bytes(reducer.spilled_bytes) if reducer.spilled_rows else "",
@@ -135,6 +138,12 @@ def _state(instances: list[str], child: ChildView | None, answered: bool = True)
     return Text("up", style="green") if answered else Text("silent", style="yellow")
 
 
+def _reducer_state(reducer: ReducerStatus, name: str, children: Mapping[str, ChildView]) -> Text:
+    if children and name not in children and not reducer.instances:
+        return Text("elsewhere", style="dim")  # Mappers only: Spark runs the reducers, and tells nobody.
+    return _state(reducer.instances, children.get(name))
+
+
 def _spill_rate(value: float | None) -> str:
     return "-" if value is None else _bytes(int(value))
 
@@ -147,18 +156,21 @@ def _lag(reducer: ReducerStatus) -> Text:
     return Text("lags", style="yellow") if reducer.is_straggler else Text("")
 
 
-def progress_line(status: ProcessorStatus, rates: Rates, restarts: int | None) -> str:
-    """The same in one line, for logs and pipes."""
+def progress_line(status: ProcessorStatus, rates: Rates, restarts: int | None, reducers: bool = True) -> str:
+    """The same in one line, for logs and pipes. Without ``reducers``, those are somebody else's and not counted."""
     window_bytes = sum(mapper.number("window_bytes") or 0 for mapper in status.mappers)
     lags = [mapper.number("read_lag_rows") for mapper in status.mappers]
     lag = sum(lag for lag in lags if lag is not None) if any(lag is not None for lag in lags) else None
     up = sum(bool(mapper.instances) for mapper in status.mappers)
-    up += sum(bool(reducer.instances) for reducer in status.reducers)
+    workers = f"{len(status.mappers)} mappers"
+    if reducers:
+        up += sum(bool(reducer.instances) for reducer in status.reducers)
+        workers = f"{len(status.mappers) + len(status.reducers)} workers"
     return (
-        f"{status.processor}: {up} of {len(status.mappers) + len(status.reducers)} workers up,"
+        f"{status.processor}: {up} of {workers} up,"
         f" {_count(status.committed_rows)} rows done, {_rate(rates.of('total'))} rows/s,"
         f" read lag {_count(lag)}, window {_bytes(window_bytes)}"
-    ) + (_spill_words(status) + ("" if restarts is None else f", restarts {restarts}"))
+    ) + (_spill_words(status) + _dead_letter_words(status) + ("" if restarts is None else f", restarts {restarts}"))
 
 
 def _spill_words(status: ProcessorStatus) -> str:
@@ -168,6 +180,11 @@ def _spill_words(status: ProcessorStatus) -> str:
     names = ", ".join(str(reducer.index) for reducer in late)
     rows, nbytes = sum(reducer.spilled_rows for reducer in late), sum(reducer.spilled_bytes for reducer in late)
     return f", spilled {_count(rows)} rows ({_bytes(nbytes)}) for reducer {names}"
+
+
+def _dead_letter_words(status: ProcessorStatus) -> str:
+    words = count_words(status.dead_letters)
+    return f", {words}" if words else ""
 
 
 def print_status(status: ProcessorStatus, console: Console | None = None) -> None:

@@ -12,6 +12,7 @@ so, and its owner asks again without offering it.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import mmap
 import os
@@ -89,8 +90,9 @@ class Outbox:
 
     def _open(self) -> None:
         try:
-            self._fd = os.memfd_create("shuffle-rows", os.MFD_CLOEXEC)
+            self._fd = os.memfd_create("shuffle-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self._fd, self.bytes_max + _SLACK_BYTES)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self._inode = os.fstat(self._fd).st_ino
             self._memory = mmap.mmap(self._fd, 0)
         except OSError as error:
@@ -127,7 +129,7 @@ class Inbox:
             self.close()
             try:
                 self._memory = _open(note)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise NotShared(f"the shared memory of process {note.pid} cannot be opened: {error}") from None
             self._opened = wanted
         return self._memory
@@ -143,6 +145,9 @@ def _open(note: Note) -> mmap.mmap:
     try:
         if os.fstat(fd).st_ino != note.inode:
             raise NotShared(f"file {note.fd} of process {note.pid} is another one")
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            # Whoever reads memory that was cut off since it was mapped is ended by the kernel.
+            raise NotShared(f"the shared memory of process {note.pid} could be cut while it is read")
         return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
     finally:
         os.close(fd)

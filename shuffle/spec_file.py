@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -14,9 +15,13 @@ import yaml
 from shuffle.config import RANGES, InputSpec, MapperSpec, ProcessorSpec, ReducerSpec, SpillSpec, relation_mistakes
 from shuffle.errors import SpecError
 from shuffle.limits import NAME_BYTES_MAX
+from shuffle.yaml_file import Node, compose_file, in_one_line
 
-SPEC_BYTES_MAX = 1024 * 1024
-"""A spec is a page of text; a file far larger than that was given by mistake."""
+NUMBER_CHARS_MAX = 32
+"""Digits of a size, a time or a count; no range has half of that."""
+
+TEXT_SHOWN_MAX = 60
+"""Characters of a wrong value that a mistake quotes."""
 
 _SIZE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -26,7 +31,6 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _CLASS_NAME = re.compile(r"[A-Za-z_][\w]*(\.[A-Za-z_][\w]*)*:[A-Za-z_][\w]*(\.[A-Za-z_][\w]*)*")
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})")
 
-Node = yaml.Node
 Reader = Callable[["_File", str, Node], Any]
 """Reads one value; returns None after noting a mistake."""
 
@@ -61,7 +65,7 @@ def parse_size(text: str) -> int:
     number, unit = _split_unit(text)
     scale = _SIZE_UNITS.get(unit.upper() or "B")
     if scale is None:
-        raise ValueError(f"{text!r} has no unit of size: write for example 256MiB or 64KiB")
+        raise ValueError(f"{_quoted(text)} has no unit of size: write for example 256MiB or 64KiB")
     return int(number * scale)
 
 
@@ -70,15 +74,19 @@ def parse_duration_ms(text: str) -> int:
     number, unit = _split_unit(text)
     scale = _MS_PER_UNIT.get(unit.lower() or "ms")
     if scale is None:
-        raise ValueError(f"{text!r} has no unit of time: write for example 500ms or 5s")
+        raise ValueError(f"{_quoted(text)} has no unit of time: write for example 500ms or 5s")
     return int(number * scale)
 
 
 def _split_unit(text: str) -> tuple[float, str]:
     match = _NUMBER_AND_UNIT.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a number with a unit")
+    if match is None or len(text) > NUMBER_CHARS_MAX:
+        raise ValueError(f"{_quoted(text)} is not a number with a unit")
     return float(match[1].replace("_", "")), match[2]
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= TEXT_SHOWN_MAX else text[: TEXT_SHOWN_MAX - 1] + "…")
 
 
 # Readers of one value ------------------------------------------------------------------------------------------------
@@ -86,7 +94,11 @@ def _split_unit(text: str) -> tuple[float, str]:
 
 def _scalar(file: _File, place: str, node: Node) -> str | None:
     if isinstance(node, yaml.ScalarNode) and node.tag != "tag:yaml.org,2002:null":
-        return str(node.value)
+        text = str(node.value)
+        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+            file.note(place, node, f"{_quoted(text)} has a character that no name, path or number has")
+            return None
+        return text
     kind = {"sequence": "a list", "mapping": "a mapping"}.get(getattr(node, "id", ""), "nothing")
     file.note(place, node, f"a single value is needed here, not {kind}")
     return None
@@ -116,9 +128,11 @@ def _number(parse: Callable[[str], int]) -> Reader:
 
 def _parse_count(text: str) -> int:
     try:
-        return int(text.replace("_", ""))
+        if len(text) <= NUMBER_CHARS_MAX:
+            return int(text.replace("_", ""))
     except ValueError:
-        raise ValueError(f"{text!r} is not a whole number") from None
+        pass
+    raise ValueError(f"{_quoted(text)} is not a whole number")
 
 
 def _pattern(pattern: re.Pattern[str], wanted: str) -> Reader:
@@ -127,7 +141,7 @@ def _pattern(pattern: re.Pattern[str], wanted: str) -> Reader:
         if text is None:
             return None
         if not pattern.fullmatch(text) or len(text.encode()) > NAME_BYTES_MAX:
-            file.note(place, node, f"{text!r} is not {wanted}")
+            file.note(place, node, f"{_quoted(text)} is not {wanted}")
             return None
         return text
 
@@ -139,7 +153,7 @@ def _choice(*choices: str) -> Reader:
         text = _scalar(file, place, node)
         if text is None or text in choices:
             return text
-        file.note(place, node, f"{text!r} is none of {', '.join(choices)}{_did_you_mean(text, choices)}")
+        file.note(place, node, f"{_quoted(text)} is none of {', '.join(choices)}{_did_you_mean(text, choices)}")
         return None
 
     return read
@@ -158,18 +172,31 @@ def _folder(file: _File, place: str, node: Node) -> str | None:
     if text == "":
         file.note(place, node, "a folder is needed here")
         return None
-    return None if text is None else str((file.folder / Path(text).expanduser()).resolve())
+    if text is None:
+        return None
+    if "://" in text:
+        file.note(place, node, f"{_quoted(text)} is an address, and a folder is needed here")
+        return None
+    try:
+        return str((file.folder / Path(text).expanduser()).resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # Of an unknown user's home, a name too long, links in a ring.
+        file.note(place, node, f"{_quoted(text)} is not a folder: {error}")
+        return None
 
 
 def _state(file: _File, place: str, node: Node) -> str | None:
     text = _scalar(file, place, node)
     if text is None or "://" not in text:
         return None if text is None else _folder(file, place, node)
-    scheme, _, address = text.partition("://")
-    if scheme == "grpc" and _ADDRESS.fullmatch(address):
+    if is_store_address(text):
         return text
-    file.note(place, node, f"{text!r} is neither a folder nor grpc://host:port")
+    file.note(place, node, f"{_quoted(text)} is neither a folder nor grpc://host:port")
     return None
+
+
+def is_store_address(text: str) -> bool:
+    scheme, _, address = text.partition("://")
+    return scheme == "grpc" and _ADDRESS.fullmatch(address) is not None
 
 
 _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -181,9 +208,9 @@ def _metrics(file: _File, place: str, node: Node) -> bool | int | None:
         return None
     if text.lower() in _FLAGS:
         return _FLAGS[text.lower()]
-    if text.isdecimal() and 1024 <= int(text) <= 60_000:
+    if text.isdecimal() and len(text) <= 5 and 1024 <= int(text) <= 60_000:
         return int(text)
-    file.note(place, node, f"{text!r} is neither true, false nor a port from 1024 to 60000")
+    file.note(place, node, f"{_quoted(text)} is neither true, false nor a port from 1024 to 60000")
     return None
 
 
@@ -193,7 +220,7 @@ def _flag(file: _File, place: str, node: Node) -> bool | None:
         return None
     if text.lower() in _FLAGS:
         return _FLAGS[text.lower()]
-    file.note(place, node, f"{text!r} is neither true nor false")
+    file.note(place, node, f"{_quoted(text)} is neither true nor false")
     return None
 
 
@@ -204,10 +231,10 @@ def _share(file: _File, place: str, node: Node) -> float | None:
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        file.note(place, node, f"{text!r} is not a share: write for example 0.5 or 50%")
+        file.note(place, node, f"{_quoted(text)} is not a share: write for example 0.5 or 50%")
         return None
     if not 0 < value <= 1:
-        file.note(place, node, f"{text} is not between 0 and 1")
+        file.note(place, node, f"{value:g} is not between 0 and 1")
         return None
     return value
 
@@ -215,8 +242,9 @@ def _share(file: _File, place: str, node: Node) -> float | None:
 def _user_config(file: _File, place: str, node: Node) -> Mapping[str, Any] | None:
     try:
         value = _construct(node)
-    except yaml.YAMLError as error:
-        file.note(place, node, f"cannot be read: {error}")
+        json.dumps(value, sort_keys=True, default=str)  # So it is kept in the store, to be compared at every start.
+    except Exception as error:  # Of what the library makes of 2026-13-13, !!timestamp x, or keys that are lists.
+        file.note(place, node, f"cannot be read: {in_one_line(error)}")
         return None
     if not isinstance(value, dict):
         file.note(place, node, "the user's configuration is a mapping of names to values")
@@ -237,7 +265,12 @@ def _construct(node: Node) -> Any:
 _COUNT, _SIZE, _DURATION = _number(_parse_count), _number(parse_size), _number(parse_duration_ms)
 _CLASS = _pattern(_CLASS_NAME, "a class: write it as module:Class, for example my_job:ParseLogs")
 
-_INPUT: dict[str, Reader] = {"queue": _queue_name, "folder": _folder, "format": _choice("parquet", "arrow", "jsonl")}
+_INPUT: dict[str, Reader] = {
+    "queue": _queue_name,
+    "folder": _folder,
+    "format": _choice("parquet", "arrow", "jsonl"),
+    "start": _choice("beginning", "earliest_available"),
+}
 _MAPPER: dict[str, Reader] = {
     "class_name": _CLASS,
     "config": _user_config,
@@ -301,8 +334,12 @@ def _section(readers: Mapping[str, Reader], required: tuple[str, ...]) -> Reader
         values: dict[str, Any] = {}
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                file.note(place, key_node, f"a key is one of {', '.join(sorted(known))}, not a list or a mapping")
+                continue
             key = str(key_node.value)
-            key_place = f"{place}.{key}" if place else key
+            is_plain = key.isprintable() and len(key) <= TEXT_SHOWN_MAX
+            key_place = f"{place}." * bool(place) + (key if is_plain else _quoted(key))
             name = _ALIASES.get(key, key)
             if key not in known:
                 file.note(key_place, key_node, f"unknown key{_did_you_mean(key, known)}")
@@ -356,7 +393,7 @@ _SPEC = _section(
 def parse_spec(path: Path) -> ProcessorSpec:
     """The spec in ``path``: (1) YAML, (2) each value, (3) relations between values. Mistakes in 1 or 2 end it."""
     file = _File(path)
-    root = _compose(path)  # 1
+    root = compose_file(path)  # 1
     if root is None:
         raise SpecError(f"{path}:1: the file is empty; a spec has processor, state, input, mapper and reducer")
     values = _SPEC(file, "", root)  # 2
@@ -370,33 +407,6 @@ def parse_spec(path: Path) -> ProcessorSpec:
         file.note(place, None, what)
     file.raise_if_mistaken()
     return spec
-
-
-def _compose(path: Path) -> Node | None:
-    try:
-        text = path.read_bytes()
-        if len(text) > SPEC_BYTES_MAX:
-            raise SpecError(f"{path}: {len(text)} bytes are too many for a spec (at most {SPEC_BYTES_MAX})")
-        node: Node | None = yaml.compose(text.decode("utf-8"), Loader=yaml.SafeLoader)
-        return node
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in _siblings(path)], n=1)
-        hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
-        raise SpecError(f"{path}: there is no such file{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise SpecError(f"{path}:{line}: not YAML: {error.problem or error}") from None
-    except yaml.YAMLError as error:
-        raise SpecError(f"{path}:1: not YAML: {error}") from None
-
-
-def _siblings(path: Path) -> list[Path]:
-    try:
-        return list(path.parent.glob("*.y*ml"))
-    except OSError:
-        return []
 
 
 def _build(values: dict[str, Any] | None, file: _File) -> ProcessorSpec:

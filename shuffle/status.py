@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from shuffle import flight
 from shuffle.config import ProcessorSpec
+from shuffle.dead_letters import DeadLetterQueue, dead_letter_queues
 from shuffle.discovery import MapperAddress, arrange_mappers, mappers_group, reducers_group
 from shuffle.errors import ShuffleError, UnknownTable
 from shuffle.preflight import committed_indices, count_mappers
 
 if TYPE_CHECKING:
-    from statestore import StateClient
+    from shuffle.statestore import StateClient
 
 ASK_TIMEOUT_S = 2.0
 ASKED_AT_ONCE_MAX = 16
@@ -30,7 +31,7 @@ ASKED_AT_ONCE_MAX = 16
 class MapperStatus:
     index: int
     input_unread_row_index: int
-    """Persisted: input rows before it have been committed by all reducers."""
+    """Persisted: what input rows before it became has been committed by all reducers, or is in the spill."""
     shuffle_unread_row_index: int
     instances: list[str] = field(default_factory=list)
     """The guids registered for this index, the youngest first. More than one: a lease running out, or a twin."""
@@ -43,6 +44,14 @@ class MapperStatus:
     def number(self, name: str) -> int | None:
         value = (self.live or {}).get(name)
         return value if isinstance(value, int) else None
+
+    @property
+    def done_rows(self) -> int:
+        """Input rows that are done with. Those before the persisted state whose rows wait in the spill are not: each
+        spilled row takes one off, which is exact where ``map`` makes one row, or none, of one."""
+        buckets = (self.live or {}).get("buckets")
+        spilled = [bucket.get("spilled_rows") for bucket in buckets] if isinstance(buckets, list) else []
+        return max(0, self.input_unread_row_index - sum(rows for rows in spilled if isinstance(rows, int)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,8 @@ class ProcessorStatus:
     state: str
     mappers: list[MapperStatus]
     reducers: list[ReducerStatus]
+    dead_letters: list[DeadLetterQueue] = field(default_factory=list)
+    """The queues of rows that were set aside, as far as there are any."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -78,7 +89,7 @@ class ProcessorStatus:
     @property
     def committed_rows(self) -> int:
         """Input rows that are done with, over all mappers; moves at every trim."""
-        return sum(mapper.input_unread_row_index for mapper in self.mappers)
+        return sum(mapper.done_rows for mapper in self.mappers)
 
 
 class StatusCollector:
@@ -128,7 +139,11 @@ class StatusCollector:
                 )
             )
         return ProcessorStatus(
-            spec.processor, spec.state, mappers, self._reducers(reducer_rows, mapper_count, live.values())
+            spec.processor,
+            spec.state,
+            mappers,
+            self._reducers(reducer_rows, mapper_count, live.values()),
+            dead_letter_queues(spec, client),
         )
 
     def _persisted(self) -> tuple[dict[int, dict[str, Any]], dict[int, bytes]]:

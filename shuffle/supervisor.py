@@ -11,12 +11,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shuffle import launch
 from shuffle.limits import KIB, MIB
 from shuffle.logs import get_logger
 
@@ -90,13 +90,17 @@ class Child:
 
     def start(self, now_s: float) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "shuffle.launch", str(os.getpid()), self.module, *self.arguments()]
         with open(self.log_path, "ab") as log:
             self.log_begin = log.tell()
             # A process group of its own: Ctrl-C in the terminal reaches the controller alone, which then stops all in
             # their order.
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(), process_group=0
+                launch.command(self.module, *self.arguments()),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=launch.environment(),
+                process_group=0,
             )
         self.started_s = now_s
         _log.info("started", child=self.name, pid=self.process.pid)
@@ -147,12 +151,6 @@ class Child:
                 return log.read().decode("utf-8", "replace").splitlines()
         except OSError:
             return []
-
-
-def _environment() -> dict[str, str]:
-    """The children find this project and the user's modules where the controller does."""
-    places = [os.getcwd(), str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(place for place in dict.fromkeys(places) if place)}
 
 
 class Supervisor:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("ACERO_ALIGNMENT_HANDLING", "ignore")
 
 if TYPE_CHECKING:
-    from spark_connector.engine import run_on_spark
-    from spark_connector.reduce import reduce_frame, reduce_stream
-    from spark_connector.start import write_stream
+    from shuffle.spark_connector.engine import run_on_spark
+    from shuffle.spark_connector.reduce import reduce_frame, reduce_stream
+    from shuffle.spark_connector.start import write_stream
 
 __all__ = ["reduce_frame", "reduce_stream", "run_on_spark", "write_stream"]
 
@@ -22,5 +22,5 @@ _MODULES = {"reduce_frame": "reduce", "reduce_stream": "reduce", "run_on_spark":
 def __getattr__(name: str) -> Any:
     # Spark's workers import this package for their own parts of it; what they do not use should cost them nothing.
     if name in _MODULES:
-        return getattr(importlib.import_module(f"spark_connector.{_MODULES[name]}"), name)
+        return getattr(importlib.import_module(f"shuffle.spark_connector.{_MODULES[name]}"), name)
     raise AttributeError(name)

@@ -16,12 +16,12 @@ from pyspark.sql.types import StructType
 
 from shuffle.errors import BadInput, Expired, OutOfRange, UnknownTable
 from shuffle.limits import MIB
-from spark_connector.filters import key_ranges
-from spark_connector.options import SNAPSHOT_TTL_S_DEFAULT, Options
-from spark_connector.sink import store_handle
-from spark_connector.types import arrow_schema, as_schema, check_wanted, spark_schema
-from statestore import Queue, StateClient
-from statestore.validation import KeyRange
+from shuffle.spark_connector.filters import key_ranges
+from shuffle.spark_connector.options import SNAPSHOT_TTL_S_DEFAULT, Options
+from shuffle.spark_connector.sink import store_handle
+from shuffle.spark_connector.types import arrow_schema, as_schema, check_wanted, spark_schema
+from shuffle.statestore import Queue, StateClient
+from shuffle.statestore.validation import KeyRange
 
 SPLITS_DEFAULT = 8
 """Tasks for a table, when it has that many rows: a few more than a small machine has cores."""
@@ -111,7 +111,7 @@ class TableReader(DataSourceReader):
             raise Expired(
                 f"the moment at which the table {self._table!r} was to be read is over ({error.message}): the store "
                 "was restarted, or the plan is older than the option 'snapshotTtl'. Run the query again"
-            ) from None
+            ) from error
 
 
 class FilteredTableReader(TableReader):

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from shuffle.errors import CommitConflict, CommitUnknown, StoreUnavailable
-from statestore import StateClient
-from statestore.folder import served_at
+from shuffle.spark_connector.waiting import Waiting
+from shuffle.statestore import StateClient
+from shuffle.statestore.folder import served_at
 
 RETRY_S_MIN = 0.05
 RETRY_S_MAX = 1.0
@@ -37,18 +38,19 @@ class StoreHandle:
 
     def patiently(self, ask: Callable[[StateClient], T]) -> T:
         """``ask`` a client, again and again while the store is away, for up to ``timeout_s``."""
-        deadline_s = time.monotonic() + self.timeout_s
+        waiting = Waiting(self.timeout_s)
         wait_s = RETRY_S_MIN
         while True:
             try:
                 return ask(self.client())
             except StoreUnavailable as error:
-                if time.monotonic() + wait_s > deadline_s:
+                waiting.tell(error.message)
+                if waiting.waited_s + wait_s > self.timeout_s:
                     raise StoreUnavailable(
                         f"{error.message}. It was waited for {self.timeout_s:g} s; start it again, or raise the option "
                         "'timeout'",
                         **error.fields,
-                    ) from None
+                    ) from error
             time.sleep(wait_s)
             wait_s = min(wait_s * 2, RETRY_S_MAX)
 

@@ -14,7 +14,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from shuffle.errors import BadInput
-from spark_connector.options import Options, likely_role
+from shuffle.spark_connector.options import Options, likely_role
 
 
 class ShuffleDataSource(DataSource):
@@ -31,25 +31,25 @@ class ShuffleDataSource(DataSource):
     def schema(self) -> StructType:
         # Spark asks for it in batch and in streaming alike; which of them it is shows in the options.
         if likely_role(self._given) == "read":
-            from spark_connector.batch import batch_schema
+            from shuffle.spark_connector.batch import batch_schema
 
             return batch_schema(Options.check("read", self._given))
-        from spark_connector.source import stream_schema
+        from shuffle.spark_connector.source import stream_schema
 
         return stream_schema(Options.check("read stream", self._given))
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        from spark_connector.batch import batch_reader
+        from shuffle.spark_connector.batch import batch_reader
 
         return batch_reader(Options.check("read", self._given), schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
-        from spark_connector.source import stream_reader
+        from shuffle.spark_connector.source import stream_reader
 
         return stream_reader(Options.check("read stream", self._given), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        from spark_connector.sink import QueueBatchWriter, TableBatchWriter, queue_target
+        from shuffle.spark_connector.sink import QueueBatchWriter, TableBatchWriter, queue_target
 
         options = Options.check("write", self._given)
         if overwrite:
@@ -62,7 +62,7 @@ class ShuffleDataSource(DataSource):
         return QueueBatchWriter(queue_target(options, schema))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
-        from spark_connector.sink import QueueStreamWriter, queue_target
+        from shuffle.spark_connector.sink import QueueStreamWriter, queue_target
 
         if overwrite:
             raise BadInput('outputMode("complete") is not supported: a queue is appended to; use append or update')

@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from shuffle.errors import BadInput, UserCodeError
 from shuffle.limits import MIB
-from spark_connector.clients import StoreHandle
-from statestore import Queue, StateClient, Transaction
+from shuffle.spark_connector.clients import StoreHandle
+from shuffle.statestore import Queue, StateClient, Transaction
 
 READ_BYTES = 8 * MIB
 

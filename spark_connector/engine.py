@@ -33,8 +33,9 @@ from shuffle.controller import (
 )
 from shuffle.errors import ShuffleError, SpecError, StoreUnavailable
 from shuffle.logs import setup_logging
+from shuffle.queries import refuse_beside_query
+from shuffle.statestore import StateClient
 from shuffle.supervisor import Supervisor
-from statestore import StateClient
 
 SLOTS_WAIT_S = 60.0
 """How long the executors may take to come up."""
@@ -78,6 +79,8 @@ def run_on_spark(
         asked = _Asked()
         stack.enter_context(_handled(asked))
         mapper_count = check_against_store(spec, client, options.accept_new_map)  # 2
+        if options.reducers:
+            refuse_beside_query(client, spec.processor)
         _check_first_rows(spec, client, mapper_count, options)
         goal = drain_goal(spec, client, mapper_count) if options.until_drained else None
         reducer_count = spec.reducer.count if options.reducers else 0
@@ -85,7 +88,7 @@ def run_on_spark(
             spark = _session(spec, master)
             stack.callback(spark.stop)
             stack.enter_context(_handled(asked))  # Again: a new session has put its own handler in the place of ours.
-            _wait_for_slots(spark, mapper_count + reducer_count)
+            _wait_for_slots(spark, mapper_count + reducer_count, say)
             job = _Job(spark, spec, mapper_count, reducer_count)
             job.start()  # 3
             stack.callback(job.cancel)
@@ -138,9 +141,8 @@ class _Job:
     def __init__(self, spark: SparkSession, spec: ProcessorSpec, mapper_count: int, reducer_count: int) -> None:
         self._context = spark.sparkContext
         # In a local session the workers' stderr is this terminal; on a cluster it is the log of an executor.
-        master = str(self._context.master)
-        local = master.startswith("local") and not master.startswith("local-cluster")
-        self._work = partial(run_worker, spec, mapper_count, "warning" if local else "info")
+        level = "warning" if _is_local(str(self._context.master)) else "info"
+        self._work = partial(run_worker, spec, mapper_count, level)
         self._tasks = mapper_count + reducer_count
         self._error: BaseException | None = None
         self._ended = False
@@ -188,12 +190,26 @@ def _session(spec: ProcessorSpec, master: str) -> SparkSession:
     return spark
 
 
-def _wait_for_slots(spark: SparkSession, wanted: int) -> None:
-    deadline_s = time.monotonic() + SLOTS_WAIT_S
+def _is_local(master: str) -> bool:
+    """Whether the tasks run in this very process's JVM."""
+    return master.startswith("local") and not master.startswith("local-cluster")
+
+
+def _wait_for_slots(spark: SparkSession, wanted: int, say: Callable[[str], None]) -> None:
+    """Executors of a cluster come up one by one; a local master has all the slots that it will ever have."""
+    master = str(spark.sparkContext.master)
+    deadline_s = time.monotonic() + (0.0 if _is_local(master) else SLOTS_WAIT_S)
+    told = False
     while (slots := spark.sparkContext.defaultParallelism) < wanted:
-        if time.monotonic() > deadline_s:
+        if time.monotonic() < deadline_s and not told:
+            told = True
+            say(
+                f"waiting for {wanted} task slots, one for each worker: {master} has {slots} so far. This gives up "
+                f"after {SLOTS_WAIT_S:g} s"
+            )
+        if time.monotonic() >= deadline_s:
             raise SpecError(
-                f"{wanted} workers need {wanted} task slots, and {spark.sparkContext.master} has {slots}: give it more "
+                f"{wanted} workers need {wanted} task slots, and {master} has {slots}: give it more "
                 "cores, or use fewer reducers or partitions"
             )
         time.sleep(LOOK_S)
@@ -207,12 +223,12 @@ def run_worker(spec: ProcessorSpec, mapper_count: int, log_level: str, index: in
     if attempt:
         time.sleep(min(RESTART_S_MIN * 2 ** min(attempt, 10), RESTART_S_MAX))
     if index < mapper_count:
-        from mapper.daemon import run as run_mapper
+        from shuffle.mapper.daemon import run as run_mapper
 
         name = f"mapper {index}"
         code = run_mapper(spec, index, listen=f"{own_host(spec.state)}:0")
     else:
-        from reducer.daemon import run as run_reducer
+        from shuffle.reducer.daemon import run as run_reducer
 
         name = f"reducer {index - mapper_count}"
         setup_logging("reducer", spec.processor, index - mapper_count)

@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from shuffle.errors import BadInput
@@ -38,6 +39,40 @@ OPTIONS: dict[Role, tuple[str, ...]] = {
 }
 """What each use of the format understands."""
 
+MEANINGS: dict[str, str] = {
+    "state": "Where the state store is: `grpc://host:port`, or the folder that a daemon on this machine serves.",
+    "timeout": "How long a store, or a mapper, that is away is waited for. Default: 60s.",
+    "spec": "The spec of the processor, a YAML file; give either this, or `state` and `processor`.",
+    "processor": "The name of the processor, with `state` and in place of `spec`.",
+    "startingOffsets": "Where a new query begins: `committed` and `earliest` go on after what was committed; `latest` "
+    "skips what has been mapped so far, by committing it unread. Default: committed.",
+    "maxRowsPerTrigger": "The most rows in one micro-batch. Default: no bound.",
+    "maxBytesPerTrigger": "The most bytes in one micro-batch, by the size of the average row. Default: no bound.",
+    "minRowsPerTrigger": "As long as there are fewer rows than this, no micro-batch is made. Default: 1.",
+    "metadataColumns": "Columns to add, any of `mapper`, `reducer`, `shuffle_index` and `ingestion_time`; each is "
+    "called by its name after an underscore. Default: none.",
+    "work": "What the tasks do: `read` hands the rows to Spark; `reduce` runs the reducers, and is set by "
+    "`reduce_frame` and `reduce_stream`. Default: read.",
+    "emit": "A queue to which the reducers append, and whose rows the query then has; for `reduce_frame` and "
+    "`reduce_stream`. Default: none.",
+    "table": "The table to read, or to write to; give either this or `queue`.",
+    "queue": "The queue to read, or to append to.",
+    "partitionBy": "The key columns by which rows are spread over the partitions of the queue. Default: slices of rows "
+    "go to the partitions in turn.",
+    "partitions": "Creates the queue with so many partitions and the columns of the DataFrame, if it is not there. "
+    "Default: the queue must exist.",
+    "key": "Creates the table with these key columns, if it is not there. Default: the table must exist.",
+    "stagedTtl": "How long rows are kept that were written and not committed: longer than a failed driver takes to "
+    "come back. Default: 1h.",
+    "begin": "The first row of a queue to read: `earliest`, `latest`, a position, or JSON with one for each partition. "
+    "Default: earliest.",
+    "end": "The row of a queue before which to stop, in the same forms. Default: latest.",
+    "splits": "Into how many tasks a table, or each partition of a queue, is cut. Default: 8 for a table; one for each "
+    "1,000,000 rows of a partition.",
+    "snapshotTtl": "How long the moment at which a table is read is held while no task asks for it. Default: 10min.",
+}
+"""What each option does, for the reference (``python -m tools.reference``)."""
+
 _SPARKS_OWN = frozenset({"path", "checkpointlocation", "queryname", "triggerinterval", "outputmode"})
 """Put among the options by Spark itself."""
 
@@ -45,6 +80,9 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|h)?")
 _SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
 _SIZE = re.compile(r"(\d+)\s*(B|KiB|MiB|GiB)?")
 _BYTES = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)")
+_HOST_PORT = re.compile(r"[A-Za-z0-9.-]+:\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +164,23 @@ class Options:
     def names(self, name: str) -> list[str]:
         """A list of columns, separated by commas."""
         return [part.strip() for part in (self.text(name) or "").split(",") if part.strip()]
+
+
+def state_of(options: Options) -> str:
+    """Where the state store is: an address, or a folder."""
+    state = options.required("state", "where the state store is: grpc://host:port, or a folder that a daemon serves")
+    match = _SCHEME.fullmatch(state)
+    if match is not None and match[1] != "grpc":
+        meant = f"grpc://{match[2].strip('/')}"
+    elif match is None and _HOST_PORT.fullmatch(state) and not Path(state).exists():
+        meant = f"grpc://{state}"
+    else:
+        return state
+    raise BadInput(
+        f"the option 'state' is grpc://host:port, or a folder that a daemon serves; {state!r} is neither: did you mean "
+        f"{meant!r}?",
+        option="state",
+    )
 
 
 def likely_role(given: Collection[str]) -> Role:

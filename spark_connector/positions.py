@@ -18,15 +18,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from mapper.spill_store import done_row_indexes
-from mapper.state import lookup_state
-from reducer.state import ReducerState
 from shuffle.discovery import reducers_group
 from shuffle.errors import BadInput, RowsGone
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
-from spark_connector.offsets import Indexes
-from spark_connector.processor import Processor, Shape
-from statestore import StateClient, Transaction
+from shuffle.mapper.spill_store import done_row_indexes
+from shuffle.mapper.state import lookup_state
+from shuffle.reducer.state import ReducerState
+from shuffle.spark_connector.lease import QueryLease
+from shuffle.spark_connector.offsets import Indexes
+from shuffle.spark_connector.processor import Processor, Shape
+from shuffle.statestore import StateClient, Transaction
 
 BASELINE = "spark_source"
 
@@ -50,8 +51,9 @@ class Baseline:
 class Positions:
     """Reads and writes them. Used in the driver only."""
 
-    def __init__(self, processor: Processor, shape: Shape) -> None:
+    def __init__(self, processor: Processor, shape: Shape, lease: QueryLease) -> None:
         self._processor = processor
+        self._lease = lease
         self._shape = shape
         self._table = f"{processor.name}/reducers"
         self._meta = f"{processor.name}/meta"
@@ -80,6 +82,7 @@ class Positions:
 
         def attempt(client: StateClient) -> Baseline:
             with client.transaction() as tx:
+                self._lease.check_in(tx)
                 committed = self._done(tx)
                 found = self._stored(tx)
                 if found is not None and found.starting == starting and found.committed == committed:
@@ -118,6 +121,7 @@ class Positions:
 
         def attempt(client: StateClient) -> list[Indexes]:
             with client.transaction() as tx:
+                self._lease.check_in(tx)
                 committed = self._processor.committed(tx, self._shape)
                 wanted = [
                     [baseline.begin(reducer, mapper, last) for mapper, last in enumerate(end)]

@@ -12,16 +12,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from reducer.fetch import get_rows
-from reducer.state import ReducerState
 from shuffle import flight
 from shuffle.discovery import MapperAddress, arrange_mappers, mappers_group
-from shuffle.errors import BadInput, RowsGone, ShuffleError, StaleMapper, StoreUnavailable, UnknownTable
+from shuffle.errors import BadInput, NotServed, RowsGone, ShuffleError, StaleMapper, StoreUnavailable, UnknownTable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
 from shuffle.messages import GetRows
-from spark_connector.clients import RETRY_S_MAX, RETRY_S_MIN, StoreHandle
-from statestore import StateClient
+from shuffle.reducer.fetch import get_rows
+from shuffle.reducer.state import ReducerState
+from shuffle.spark_connector.clients import RETRY_S_MAX, RETRY_S_MIN, StoreHandle
+from shuffle.spark_connector.waiting import Waiting
+from shuffle.statestore import StateClient
 
 ASK_TIMEOUT_S = 5.0
 FETCH_ROWS = 262_144
@@ -72,13 +73,13 @@ class Processor:
                 rows = client.scan(f"{self.name}/meta").read_all().to_pylist()
                 found = {row["name"]: row["value"] for row in rows}
                 return Shape(int(found["mapper_count"]), int(found["reducer_count"]), found["input"])
-            except (UnknownTable, KeyError):
+            except (UnknownTable, KeyError) as error:
                 known = sorted(table.name[:-5] for table in client.tables() if table.name.endswith("/meta"))
                 there = f"there are {', '.join(known)}" if known else "there is none at all"
                 raise StoreUnavailable(
                     f"there is no processor {self.name!r} in the state store at {client.address} ({there}): start its "
                     "mappers"
-                ) from None
+                ) from error
 
         return self.store.patiently(ask)
 
@@ -122,7 +123,7 @@ class Processor:
                     if last < 0:
                         continue
                     try:
-                        _get_rows(mapper, int(index), _request(mapper, reducer, last, last, last, wait_ms=0))
+                        _get_rows(mapper, int(index), self._request(mapper, reducer, last, last, last, wait_ms=0))
                     except ShuffleError:
                         break
 
@@ -147,25 +148,26 @@ class Processor:
         """
         cursor = begin
         known = hint if hint is not None and hint.last_row_index >= end else None
-        deadline_s = time.monotonic() + self.store.timeout_s
+        waiting = Waiting(self.store.timeout_s)
         wait_s = RETRY_S_MIN
         while cursor < end:
             try:
                 known = known or self._instance(mapper_index)
                 complete = known.last_row_index >= end
                 wait_ms = 0 if complete else FETCH_WAIT_MS
-                request = _request(known.mapper, reducer, committed(), cursor, end, wait_ms, with_metadata)
+                request = self._request(known.mapper, reducer, committed(), cursor, end, wait_ms, with_metadata)
                 answer = _get_rows(known.mapper, mapper_index, request)  # 1
             except RowsGone as error:
                 raise RowsGone(
                     f"processor {self.name}: the rows after {begin} up to {end} of mapper {mapper_index} for reducer "
                     f"{reducer} cannot be read any more: {error.message}",
                     **error.fields,
-                ) from None
-            except (StaleMapper, StoreUnavailable) as error:  # 3
+                ) from error
+            except (StaleMapper, NotServed, StoreUnavailable) as error:  # 3
                 known = None
-                if time.monotonic() > deadline_s:
-                    raise self._gone(mapper_index, error) from None
+                waiting.tell(f"processor {self.name}: mapper {mapper_index} is away ({error.message})")
+                if waiting.is_over:
+                    raise self._gone(mapper_index, error) from error
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, RETRY_S_MAX)
                 continue
@@ -173,13 +175,39 @@ class Processor:
                 for batch, last in answer:
                     yield batch, int(last)
                     cursor = int(last)
-                deadline_s = time.monotonic() + self.store.timeout_s
+                waiting.restart()
             elif complete:  # 2
                 return
             else:
                 known = None
-                if time.monotonic() > deadline_s:
+                waiting.tell(
+                    f"processor {self.name}: mapper {mapper_index} has not mapped the rows up to {end} again yet"
+                )
+                if waiting.is_over:
                     raise self._gone(mapper_index, StoreUnavailable("it does not get on"))
+
+    def _request(
+        self,
+        mapper: MapperAddress,
+        reducer: int,
+        committed: int,
+        begin: int,
+        end: int,
+        wait_ms: int,
+        with_metadata: bool = False,
+    ) -> GetRows:
+        return GetRows(
+            mapper_id=Guid(mapper.guid),
+            reducer_index=ReducerIndex(reducer),
+            committed_row_index=ShuffleIndex(committed),
+            from_row_index=ShuffleIndex(begin),
+            to_row_index=ShuffleIndex(end),
+            max_rows=FETCH_ROWS,
+            max_bytes=FETCH_BYTES,
+            wait_ms=wait_ms,
+            with_metadata=with_metadata,
+            processor=self.name,
+        )
 
     def _instance(self, mapper_index: int) -> Produced:
         for mapper in self.mappers().get(MapperIndex(mapper_index), []):
@@ -198,15 +226,20 @@ class Processor:
 
     def row_schema(self, shape: Shape) -> pa.Schema:
         """Of the rows that the mappers produce; known once one of them has mapped its first batch."""
-        deadline_s = time.monotonic() + self.store.timeout_s
+        waiting = Waiting(self.store.timeout_s)
         while True:
             committed = self.store.patiently(lambda client: self.committed(client, shape))
             for index, instances in self.mappers().items():
                 for mapper in instances:
-                    found = _schema(mapper, committed[0][index])
+                    last = committed[0][index]
+                    found = _schema(mapper, self._request(mapper, 0, last, last, last, wait_ms=0))
                     if found is not None:
                         return found
-            if time.monotonic() > deadline_s:
+            waiting.tell(
+                f"processor {self.name}: no mapper has mapped a row yet, so the schema is not known. Start the "
+                "mappers, give them input, or give the schema with .schema(…)"
+            )
+            if waiting.is_over:
                 raise BadInput(
                     f"processor {self.name}: no mapper has mapped a row in {self.store.timeout_s:g} s, so the schema "
                     "is not known. Start the mappers, give them input, or give the schema with .schema(…)"
@@ -238,35 +271,12 @@ def _status(mapper: MapperAddress) -> Produced | None:
         return None
 
 
-def _request(
-    mapper: MapperAddress,
-    reducer: int,
-    committed: int,
-    begin: int,
-    end: int,
-    wait_ms: int,
-    with_metadata: bool = False,
-) -> GetRows:
-    return GetRows(
-        mapper_id=Guid(mapper.guid),
-        reducer_index=ReducerIndex(reducer),
-        committed_row_index=ShuffleIndex(committed),
-        from_row_index=ShuffleIndex(begin),
-        to_row_index=ShuffleIndex(end),
-        max_rows=FETCH_ROWS,
-        max_bytes=FETCH_BYTES,
-        wait_ms=wait_ms,
-        with_metadata=with_metadata,
-    )
-
-
 def _get_rows(mapper: MapperAddress, index: int, request: GetRows) -> list[tuple[pa.RecordBatch, ShuffleIndex]]:
     who = f"mapper {index} at {mapper.address}"
     return get_rows(_flight(mapper.address), request, who=who, timeout_s=request.wait_ms / 1000 + 2 * ASK_TIMEOUT_S)
 
 
-def _schema(mapper: MapperAddress, committed: int) -> pa.Schema | None:
-    request = _request(mapper, 0, committed, committed, committed, 0)
+def _schema(mapper: MapperAddress, request: GetRows) -> pa.Schema | None:
     try:
         with flight.typed_errors(mapper.address):
             ticket = flight.Ticket(request.encode())

@@ -21,11 +21,6 @@ from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 from pyspark.sql.types import StructType
 
-from mapper.spill_store import done_row_indexes
-from reducer.commit import Committer
-from reducer.core import ReducerCore, Settled, Work
-from reducer.daemon import CONFLICTS_MAX, LASTING, limits_of
-from reducer.reduce import ReduceStage
 from shuffle.api import WorkerSpec
 from shuffle.config import ProcessorSpec, check_against_store, load_class
 from shuffle.errors import (
@@ -41,13 +36,19 @@ from shuffle.errors import (
 )
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex, new_guid
 from shuffle.library import check_config
+from shuffle.mapper.spill_store import done_row_indexes
 from shuffle.poison import is_transient, place_of, reason_of
-from spark_connector.emitted import Emission, emitted_schema, prepare
-from spark_connector.options import Options
-from spark_connector.processor import Processor, Produced
-from spark_connector.source import DriverSide, ReducerPart, StreamReaderBase, source_processor
-from spark_connector.types import arrow_schema, as_schema, spark_schema
-from statestore import StateClient
+from shuffle.reducer.commit import Committer
+from shuffle.reducer.core import ReducerCore, Settled, Work
+from shuffle.reducer.daemon import CONFLICTS_MAX, LASTING, limits_of
+from shuffle.reducer.reduce import ReduceStage
+from shuffle.spark_connector.emitted import Emission, emitted_schema, prepare
+from shuffle.spark_connector.lease import begin_task
+from shuffle.spark_connector.options import Options
+from shuffle.spark_connector.processor import Processor, Produced
+from shuffle.spark_connector.source import DriverSide, ReducerPart, StreamReaderBase, source_processor
+from shuffle.spark_connector.types import arrow_schema, as_schema, spark_schema
+from shuffle.statestore import StateClient
 
 SUMMARY_SCHEMA = pa.schema(
     [
@@ -140,14 +141,16 @@ class ReduceStreamReader(StreamReaderBase):
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[InputPartition]:
         driver = self.driver
-        ends = self._indexes(end)
+        driver.refuse_others()
+        ends, holder = self._indexes(end), driver.lease.holder.guid
         return [
-            ReducerPart(reducer, [(mapper, -1, last, driver.hint(mapper)) for mapper, last in enumerate(ends)])
+            ReducerPart(reducer, [(mapper, -1, last, driver.hint(mapper)) for mapper, last in enumerate(ends)], holder)
             for reducer in range(driver.shape.reducer_count)
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, ReducerPart)
+        begin_task(self.processor, partition.holder, partition.reducer)
         emission = None
         if self._emit:
             ends = {mapper: end for mapper, _, end, _ in partition.ranges}

@@ -18,36 +18,35 @@ from pyspark.sql.types import StructType
 
 from shuffle.errors import BadInput, SchemaMismatch, TooLarge
 from shuffle.limits import KEY_GROUPS_DEFAULT, TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
-from shuffle.xxhash64 import hashable
-from spark_connector.clients import StoreHandle
-from spark_connector.options import TIMEOUT_S_DEFAULT, Options
-from spark_connector.staging import (
-    SINKS_TABLE,
+from shuffle.spark_connector.clients import StoreHandle
+from shuffle.spark_connector.lease import QUERY_ID
+from shuffle.spark_connector.options import TIMEOUT_S_DEFAULT, Options, state_of
+from shuffle.spark_connector.staging import (
     QueueTarget,
     StagedMessage,
     StagedRows,
-    create_sinks_table,
     forget,
+    new_queue,
     publish,
 )
-from spark_connector.types import arrow_schema, as_schema, check_fits
-from statestore import StateClient
-from statestore.staged import STAGED_TTL_MS_DEFAULT
+from shuffle.spark_connector.types import arrow_schema, as_schema, check_fits
+from shuffle.statestore import StateClient, TableSchema
+from shuffle.statestore.staged import STAGED_TTL_MS_DEFAULT
+from shuffle.statestore.table import Table
+from shuffle.xxhash64 import hashable
 
-QUERY_ID = "sql.streaming.queryId"
 BATCH_ID = "streaming.sql.batchId"
 
 
 def store_handle(options: Options) -> StoreHandle:
-    state = options.required("state", "where the state store is: grpc://host:port, or a folder that a daemon serves")
-    return StoreHandle(state, options.seconds("timeout", TIMEOUT_S_DEFAULT))
+    return StoreHandle(state_of(options), options.seconds("timeout", TIMEOUT_S_DEFAULT))
 
 
 # --- queues ----------------------------------------------------------------------------------------------------------
 
 
 def queue_target(options: Options, schema: StructType) -> QueueTarget:
-    """The queue to write to: checked against the rows, and created from their schema if that is wanted."""
+    """The queue to write to, checked against the rows; if it is to be created, then when there are rows for it."""
     store = store_handle(options)
     name = options.required("queue", "the queue to append to")
     rows = arrow_schema(schema)
@@ -67,16 +66,14 @@ def queue_target(options: Options, schema: StructType) -> QueueTarget:
     partitions = options.number("partitions")
     store.patiently(lambda client: _check_queue(client, name, rows, partitions, bool(by)))
     ttl_ms = int(options.seconds("stagedTtl", STAGED_TTL_MS_DEFAULT / 1000) * 1000)
-    return QueueTarget(store, name, by, ttl_ms, rows)
+    return QueueTarget(store, name, by, ttl_ms, rows, partitions)
 
 
 def _check_queue(client: StateClient, name: str, rows: pa.Schema, partitions: int | None, keyed: bool) -> None:
     queues = {queue.name: queue for queue in client.queues()}
     if name not in queues and partitions is not None:
-        # Columns that happen to be without nulls in this query need not stay so.
-        nullable = pa.schema([field.with_nullable(True) for field in rows])
-        client.create_queue(name, schema=nullable, partitions=partitions, if_not_exists=True)
-        queues[name] = next(queue for queue in client.queues() if queue.name == name)
+        queues[name] = new_queue(name, rows, partitions)
+        queues[name].validate()
     if name not in queues:
         known = f"there are {', '.join(sorted(queues))}" if queues else "the store has none yet"
         raise BadInput(
@@ -98,8 +95,6 @@ def _check_queue(client: StateClient, name: str, rows: pa.Schema, partitions: in
             queue=name,
         )
     check_fits(rows, found.schema, f"the queue {name!r}")
-    if SINKS_TABLE not in {table.name for table in client.tables()}:
-        create_sinks_table(client)
 
 
 def _staged(messages: Sequence[WriterCommitMessage | None]) -> list[StagedRows]:
@@ -125,6 +120,7 @@ class QueueStreamWriter(DataSourceStreamArrowWriter):
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         queries = {message.query for message in messages if isinstance(message, StagedMessage)}
+        self._target.prepare()
         if not queries:
             return
         staged = _staged(messages)
@@ -150,6 +146,7 @@ class QueueBatchWriter(DataSourceArrowWriter):
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         staged = _staged(messages)
+        self._target.prepare()
         if staged:
             publish(self._target, self._job, 0, staged)
             forget(self._target, self._job)
@@ -177,7 +174,8 @@ class TableBatchWriter(DataSourceArrowWriter):
         self._table = options.required("table", "the table to write to")
         self._schema = arrow_schema(schema)
         key = options.names("key")
-        self._store.patiently(lambda client: _check_table(client, self._table, self._schema, key))
+        self._new = self._store.patiently(lambda client: _check_table(client, self._table, self._schema, key))
+        """The table that is created with the first rows that can be written to it; None if it is there."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> RowsMessage:
         sink = pa.BufferOutputStream()
@@ -195,9 +193,12 @@ class TableBatchWriter(DataSourceArrowWriter):
         if sum(message.rows for message in found) > TRANSACTION_ROWS_MAX:
             raise _too_large(self._table)
         tables = [pa.ipc.open_stream(message.stream).read_all() for message in found]
+        rows = pa.concat_tables(tables) if tables else self._schema.empty_table()
+        if (new := self._new) is not None:
+            Table(new).encode_rows(rows)  # A null in the key is found here, before there is a table.
+            self._store.patiently(lambda client: client.create_table(new.name, new.key, new.value, if_not_exists=True))
         if not tables:
             return
-        rows = pa.concat_tables(tables)
 
         def attempt(client: StateClient) -> None:
             # Upserting the same rows again gives the same table, so a lost answer needs no other care.
@@ -208,7 +209,8 @@ class TableBatchWriter(DataSourceArrowWriter):
         self._store.in_transaction(attempt)
 
 
-def _check_table(client: StateClient, name: str, rows: pa.Schema, key: list[str]) -> None:
+def _check_table(client: StateClient, name: str, rows: pa.Schema, key: list[str]) -> TableSchema | None:
+    """The table as it is to be created, unless it is there."""
     tables = {table.name: table for table in client.tables()}
     if name not in tables:
         if not key:
@@ -225,8 +227,9 @@ def _check_table(client: StateClient, name: str, rows: pa.Schema, key: list[str]
                 )
         value = pa.schema([field.with_nullable(True) for field in rows if field.name not in key])
         key_schema = pa.schema([rows.field(column).with_nullable(False) for column in key])
-        client.create_table(name, key=key_schema, value=value, if_not_exists=True)
-        tables[name] = client.table(name)
+        new = TableSchema(name, key_schema, value)
+        new.validate()
+        return new
     found = tables[name]
     if key and key != found.key.names:
         raise BadInput(
@@ -235,6 +238,7 @@ def _check_table(client: StateClient, name: str, rows: pa.Schema, key: list[str]
             table=name,
         )
     check_fits(rows, found.row, f"the table {name!r}")
+    return None
 
 
 def _too_large(table: str) -> TooLarge:

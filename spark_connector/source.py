@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import queue
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -35,12 +36,15 @@ from pyspark.sql.types import StructType
 from shuffle.config import ProcessorSpec, load_spec
 from shuffle.errors import BadInput, StoreUnavailable
 from shuffle.messages import METADATA_FIELDS
-from spark_connector.clients import StoreHandle
-from spark_connector.offsets import Indexes, admit, from_offset, rows_between, to_offset
-from spark_connector.options import TIMEOUT_S_DEFAULT, Options
-from spark_connector.positions import Baseline, Positions
-from spark_connector.processor import Processor, Produced, Shape
-from spark_connector.types import arrow_schema, as_schema, check_wanted, spark_schema
+from shuffle.spark_connector.clients import StoreHandle
+from shuffle.spark_connector.lease import QueryLease, begin_task
+from shuffle.spark_connector.offsets import Indexes, admit, from_offset, rows_between, to_offset
+from shuffle.spark_connector.options import TIMEOUT_S_DEFAULT, Options, state_of
+from shuffle.spark_connector.positions import Baseline, Positions
+from shuffle.spark_connector.processor import Processor, Produced
+from shuffle.spark_connector.types import arrow_schema, as_schema, check_wanted, spark_schema
+from shuffle.spark_connector.waiting import Waiting
+from shuffle.spark_connector.watch import POLL_S, Goal, MapperWatch
 
 METADATA_COLUMNS = {
     field.name.removeprefix("_"): field
@@ -48,7 +52,6 @@ METADATA_COLUMNS = {
 }
 """What the option ``metadataColumns`` can add: where a row came from, its shuffle index, and when it was read."""
 
-POLL_S = 0.05
 IDLE_S = 0.5
 """How long the question for the latest offset may wait for news: Spark asks again at once."""
 
@@ -66,13 +69,12 @@ def source_processor(options: Options) -> tuple[Processor, ProcessorSpec | None]
         spec = load_spec(options.required("spec", "the processor's spec, a YAML file"))
         return Processor(StoreHandle(spec.state, timeout_s), spec.processor), spec
     name = options.required("processor", "the processor whose rows are read (or give 'spec', its YAML file)")
-    state = options.required("state", "where the state store is: grpc://host:port, or a folder that a daemon serves")
-    return Processor(StoreHandle(state, timeout_s), name), None
+    return Processor(StoreHandle(state_of(options), timeout_s), name), None
 
 
 def stream_schema(options: Options) -> StructType:
     if (options.text("work") or "read") != "read":
-        from spark_connector.reduce import handed_over_schema
+        from shuffle.spark_connector.reduce import handed_over_schema
 
         return handed_over_schema(options)
     if options.text("emit"):
@@ -102,7 +104,7 @@ def metadata_columns(options: Options) -> list[str]:
 
 def stream_reader(options: Options, schema: StructType) -> DataSourceStreamReader:
     if options.choice("work", ["read", "reduce"], "read") == "reduce":
-        from spark_connector.reduce import ReduceStreamReader
+        from shuffle.spark_connector.reduce import ReduceStreamReader
 
         return ReduceStreamReader(options, schema)
     return ShuffleStreamReader(options, schema)
@@ -150,84 +152,14 @@ class Limits:
         return min(bounds) if bounds else None
 
 
-class MapperWatch:
-    """What the mappers have produced, as the driver keeps asking. One that is away holds up nobody but its own rows."""
-
-    def __init__(self, processor: Processor, shape: Shape) -> None:
-        self._processor = processor
-        self._heard_s = [time.monotonic()] * shape.mapper_count
-        self.latest: Indexes = [-1] * shape.mapper_count
-        self.produced: dict[int, Produced] = {}
-
-    def look(self) -> None:
-        self.produced = self._processor.produced()
-        now_s = time.monotonic()
-        for mapper, found in self.produced.items():
-            if mapper < len(self.latest):
-                self._heard_s[mapper] = now_s
-                self.latest[mapper] = max(self.latest[mapper], found.last_row_index)
-
-    def away(self) -> list[int]:
-        """Mappers that have been silent for longer than anyone wants to wait."""
-        timeout_s = self._processor.store.timeout_s
-        return [m for m, heard_s in enumerate(self._heard_s) if time.monotonic() - heard_s > timeout_s]
-
-    def refuse_silence(self) -> None:
-        if away := self.away():
-            raise StoreUnavailable(
-                f"processor {self._processor.name}: mapper {away[0]} has not answered for "
-                f"{self._processor.store.timeout_s:g} s: start it, or raise the option 'timeout'",
-                mapper=away[0],
-            )
-
-    def wait_for_all(self) -> None:
-        while True:
-            self.look()
-            if len(self.produced) >= len(self.latest):
-                return
-            self.refuse_silence()
-            time.sleep(POLL_S)
-
-
-class Goal:
-    """For ``Trigger.AvailableNow``: the end of the input as it was when the query began."""
-
-    def __init__(self, processor: Processor, shape: Shape, positions: Positions) -> None:
-        self._positions = positions
-        self._ends: list[int] | None = None
-        if shape.input.startswith("queue "):
-            name = shape.input.removeprefix("queue ")
-            self._ends = [end for _, end in processor.store.patiently(lambda client: client.queue(name).bounds())]
-        self._caps: list[int | None] = [None] * shape.mapper_count
-
-    def look(self, watch: MapperWatch) -> None:
-        """A mapper that has read up to the goal is capped at what it has produced by then."""
-        origins: list[int | None] = [None] * len(self._caps)
-        if self._ends is not None and None in self._caps:
-            origins = self._positions.input_origins()
-        for mapper, found in watch.produced.items():
-            if self._caps[mapper] is not None:
-                continue
-            origin = origins[mapper]
-            # What a folder will hold is not known beforehand, so there the goal is what was mapped.
-            if self._ends is None or (origin is not None and origin + found.next_input_index >= self._ends[mapper]):
-                self._caps[mapper] = watch.latest[mapper]
-
-    @property
-    def reached(self) -> bool:
-        return None not in self._caps
-
-    def capped(self, latest: Indexes) -> Indexes:
-        return [last if cap is None else min(last, cap) for last, cap in zip(latest, self._caps, strict=True)]
-
-
 class DriverSide:
     """Offsets and commits; lives in the one Python process that Spark keeps for the query in the driver."""
 
     def __init__(self, processor: Processor, starting: str, limits: Limits, commits: bool) -> None:
         self.processor = processor
         self.shape = processor.shape()
-        self.positions = Positions(processor, self.shape)
+        self.lease = QueryLease(processor)
+        self.positions = Positions(processor, self.shape, self.lease)
         self._starting = starting
         self._limits = limits
         self._commits = commits
@@ -235,6 +167,20 @@ class DriverSide:
         self._goal: Goal | None = None
         self._baseline: Baseline | None = None
         self._committed: Indexes | None = None
+        self.lease.take()
+        try:
+            self.positions.refuse_reducers()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """The query has ended: another one may read the processor."""
+        self.lease.release()
+
+    def refuse_others(self) -> None:
+        """Before rows are handed out: they are this query's, and no reducer has been started since it began."""
+        self.lease.check()
         self.positions.refuse_reducers()
 
     @property
@@ -259,8 +205,10 @@ class DriverSide:
 
     def latest(self, start: Indexes, limit: ReadLimit) -> Indexes:
         """The end of the next batch; ``start`` if there is none yet. Waits a little for news."""
+        self.refuse_others()
         self.commit(start)
-        begin_s = progress_s = time.monotonic()
+        begin_s = time.monotonic()
+        standstill = Waiting(self.processor.store.timeout_s)
         seen: Indexes = []
         while True:
             self._watch.look()
@@ -272,17 +220,20 @@ class DriverSide:
             if end != start or (self._goal is not None and self._goal.reached):
                 return end
             if latest != seen:
-                seen, progress_s = list(latest), time.monotonic()
+                seen = list(latest)
+                standstill.restart()
             self._watch.refuse_silence()
-            waited_s = time.monotonic() - (begin_s if self._goal is None else progress_s)
-            if self._goal is None and waited_s > IDLE_S:
-                return start
-            if waited_s > self.processor.store.timeout_s:
+            if self._goal is None:
+                if time.monotonic() - begin_s > IDLE_S:
+                    return start
+            elif standstill.is_over:
                 raise StoreUnavailable(
                     f"processor {self.processor.name}: its mappers have not come to the end of the input, and have "
-                    f"produced nothing for {waited_s:.0f} s: see in their logs or in `shuffle status` what stops them, "
-                    "or raise the option 'timeout'"
+                    f"produced nothing for {standstill.waited_s:.0f} s: see in their logs or in `shuffle status` what "
+                    "stops them, or raise the option 'timeout'"
                 )
+            else:
+                standstill.tell(f"processor {self.processor.name}: its mappers are not at the end of the input yet")
             time.sleep(POLL_S)
 
     def _admitted(self, start: Indexes, latest: Indexes, limit: ReadLimit) -> Indexes:
@@ -329,8 +280,13 @@ class StreamReaderBase(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @property
     def driver(self) -> DriverSide:
         if self._driver is None:
+            end_when_asked()
             self._driver = DriverSide(self.processor, self._starting, self._limits, self.commits)
         return self._driver
+
+    def stop(self) -> None:
+        if self._driver is not None:
+            self._driver.close()
 
     def initialOffset(self) -> dict[str, int]:  # noqa: N802
         return to_offset(self.driver.initial())
@@ -355,16 +311,30 @@ class StreamReaderBase(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return from_offset(offset, self.driver.shape.mapper_count)
 
 
+def end_when_asked() -> None:
+    """Spark ends the process of a source with SIGTERM, twice in a row. Now ``stop`` is called then."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return
+
+    def end(number: int, _frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 @dataclass
 class ReducerPart(InputPartition):
     """One reducer's rows of one batch: for each mapper (index, after, up to), and what is known of the mapper."""
 
     reducer: int
     ranges: list[tuple[int, int, int, Produced | None]]
+    holder: str
+    """The run of the query that has planned it."""
 
-    def __init__(self, reducer: int, ranges: list[tuple[int, int, int, Produced | None]]) -> None:
+    def __init__(self, reducer: int, ranges: list[tuple[int, int, int, Produced | None]], holder: str = "") -> None:
         super().__init__(None)
-        self.reducer, self.ranges = reducer, ranges
+        self.reducer, self.ranges, self.holder = reducer, ranges, holder
 
 
 class ShuffleStreamReader(StreamReaderBase):
@@ -380,6 +350,7 @@ class ShuffleStreamReader(StreamReaderBase):
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[InputPartition]:
         driver = self.driver
         begin, last = self._indexes(start), self._indexes(end)
+        driver.refuse_others()
         self._check_schema(driver)
         # What a batch starts after is done with; this also finds out whether its rows can still be there.
         driver.commit(begin)
@@ -390,7 +361,7 @@ class ShuffleStreamReader(StreamReaderBase):
                 after = driver.baseline.begin(reducer, mapper, begin[mapper])
                 if after < to:
                     ranges.append((mapper, after, to, driver.hint(mapper)))
-            parts.append(ReducerPart(reducer, ranges))
+            parts.append(ReducerPart(reducer, ranges, driver.lease.holder.guid))
         return parts
 
     def _check_schema(self, driver: DriverSide) -> None:
@@ -403,6 +374,7 @@ class ShuffleStreamReader(StreamReaderBase):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, ReducerPart)
+        begin_task(self.processor, partition.holder, partition.reducer)
         for mapper, batch in ahead(self._fetched(partition)):
             yield self._complete(batch, mapper, partition.reducer)
 

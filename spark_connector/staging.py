@@ -17,9 +17,9 @@ from pyspark.sql.datasource import WriterCommitMessage
 from shuffle.errors import Expired, ShuffleError
 from shuffle.limits import MIB
 from shuffle.partition import hash_partition, split_by_partition
-from spark_connector.clients import StoreHandle
-from spark_connector.types import as_schema
-from statestore import StateClient, Transaction
+from shuffle.spark_connector.clients import StoreHandle
+from shuffle.spark_connector.types import as_schema
+from shuffle.statestore import Queue, QueueSchema, StateClient, Transaction
 
 SINKS_TABLE = "spark/sinks"
 """How far each query has been published: the row that makes a repeated commit change nothing."""
@@ -61,6 +61,26 @@ class QueueTarget:
     staged_ttl_ms: int
     schema: pa.Schema
     """Of the rows as Spark gives them, with time zones in UTC."""
+    partitions: int | None = None
+    """The queue is created with so many if it is not there: by the first task that has rows for it, so that a query
+    which fails before leaves nothing behind."""
+
+    def opened(self, client: StateClient) -> Queue:
+        """The queue, which is there from now on."""
+        if self.partitions is not None and self.queue not in {queue.name for queue in client.queues()}:
+            new = new_queue(self.queue, self.schema, self.partitions)
+            return client.create_queue(new.name, new.schema, new.partitions, if_not_exists=True)
+        return client.queue(self.queue)
+
+    def prepare(self) -> None:
+        """Everything that a commit needs is there, also after a commit without a single row."""
+
+        def ask(client: StateClient) -> None:
+            self.opened(client)
+            if SINKS_TABLE not in {table.name for table in client.tables()}:
+                create_sinks_table(client)
+
+        self.store.patiently(ask)
 
     def stage(self, batches: Iterator[pa.RecordBatch], first_partition: int) -> tuple[list[StagedRows], int]:
         """Stage the rows of one task; without ``partition_by`` slices go to the partitions in turn."""
@@ -84,7 +104,8 @@ class QueueTarget:
 class _Staging:
     def __init__(self, target: QueueTarget, first_partition: int) -> None:
         self._target = target
-        self._partitions: int = target.store.patiently(lambda client: client.queue(target.queue).partitions)
+        # The option says how many there will be; that it is so was checked if there is a queue already.
+        self._partitions = target.partitions or target.store.patiently(lambda c: c.queue(target.queue).partitions)
         self._next = first_partition
         self._pending: dict[int, list[pa.Table]] = {}
         self._pending_bytes = 0
@@ -121,7 +142,7 @@ class _Staging:
     def _stage(self, partition: int, rows: pa.Table) -> StagedRows:
         target = self._target
         staged_id = target.store.patiently(
-            lambda client: client.queue(target.queue).stage(rows, ttl_ms=target.staged_ttl_ms)
+            lambda client: target.opened(client).stage(rows, ttl_ms=target.staged_ttl_ms)
         )
         return StagedRows(partition, staged_id)
 
@@ -155,6 +176,11 @@ def _slices(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa
         yield pa.Table.from_batches(gathered, schema)
 
 
+def new_queue(name: str, rows: pa.Schema, partitions: int) -> QueueSchema:
+    """Columns that happen to be without nulls in one query need not stay so."""
+    return QueueSchema(name, pa.schema([field.with_nullable(True) for field in rows]), partitions)
+
+
 def create_sinks_table(client: StateClient) -> None:
     client.create_table(SINKS_TABLE, key=SINKS_KEY, value=SINKS_VALUE, if_not_exists=True)
 
@@ -185,7 +211,7 @@ def publish(target: QueueTarget, query: str, batch_id: int, staged: Sequence[Sta
             f"batch {batch_id} of query {query} cannot be published: {error.message}. Restart the query, so that Spark "
             "writes the batch again; if commits take this long, raise the option 'stagedTtl'",
             **error.fields,
-        ) from None
+        ) from error
     if not happened:
         target.discard(staged)
     return happened

@@ -12,8 +12,8 @@ from typing import Any
 from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 
-from spark_connector.options import Options
-from spark_connector.sink import queue_target
+from shuffle.spark_connector.options import Options
+from shuffle.spark_connector.sink import queue_target
 
 
 def write_stream(

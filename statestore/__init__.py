@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from statestore.client import Lease, Leases, Queue, StateClient
-from statestore.leases import Member
-from statestore.request import Committed
-from statestore.schema import QueueSchema, TableSchema
-from statestore.transaction import Snapshot, Transaction
+from shuffle.statestore.client import Lease, Leases, Queue, StateClient
+from shuffle.statestore.leases import Member
+from shuffle.statestore.request import Committed
+from shuffle.statestore.schema import QueueSchema, TableSchema
+from shuffle.statestore.transaction import Snapshot, Transaction
 
 __all__ = [
     "Committed",

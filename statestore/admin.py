@@ -1,6 +1,6 @@
 """``shuffle state …``: what is in a store, for people and, with ``--json``, for programs.
 
-Nothing here changes anything, and nothing holds more than one batch of a table.
+Nothing here changes anything but ``release``, and nothing holds more than one batch of a table or a queue.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shuffle.discovery import mappers_group
 from shuffle.errors import BadInput, ShuffleError, StoreUnavailable, UnknownTable
-from statestore.admin_text import TextRows, json_rows, parse_bound, printable
-from statestore.column_types import is_text_or_bytes
+from shuffle.patience import told
+from shuffle.statestore.admin_text import QueueRows, TextRows, json_rows, parse_bound, printable
+from shuffle.statestore.column_types import is_text_or_bytes
+from shuffle.statestore.consumers import queue_consumers, release_consumer
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from statestore import QueueSchema, StateClient, TableSchema
+    from shuffle.statestore import QueueSchema, StateClient, TableSchema
 
 EXIT_BROKEN_PIPE = 141
 """What a shell reports for a program that was ended by the end of its pipe."""
@@ -38,8 +41,9 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
     """The subcommands of ``shuffle state``."""
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="state_command", required=True)
 
-    def add(name: str, what: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
+    def add(name: str, what: str, example: str | None = None) -> argparse.ArgumentParser:
+        epilog = f"example: shuffle state {example}" if example else None
+        command = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", epilog=epilog)
         command.add_argument("store", metavar="STORE", help="the store's folder, or the daemon's grpc://host:port")
         command.add_argument("--json", action="store_true", help="as JSON")
         return command
@@ -49,7 +53,7 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
         "name", metavar="NAME", help="a table or a queue"
     )
     scan = add("scan", "print the rows of a table in the order of their keys")
-    scan.add_argument("table", metavar="TABLE")
+    scan.add_argument("table", metavar="TABLE", help="the table")
     bound = "leading key values: a,5 or a JSON array"
     scan.add_argument(
         "--prefix", metavar="KEY", help=f"only keys that begin so; {bound}. Of a string, its beginning is enough"
@@ -62,6 +66,19 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
     add("queues", "show where each partition of each queue begins and ends").add_argument(
         "name", metavar="QUEUE", nargs="?", help="only this one"
     )
+    read = add("read", "print rows of a queue", "read ./job.state logs --partition 1 --begin 5000 --rows 10 --json")
+    read.add_argument("queue", metavar="QUEUE")
+    read.add_argument("--partition", metavar="N", type=_count_argument, help="only this one (default: all, in order)")
+    read.add_argument(
+        "--begin", metavar="I", type=_count_argument, help="from this position on (default: the first one there is)"
+    )
+    read.add_argument("--rows", metavar="N", type=_count_argument, default=20, help="at most N rows (default: 20)")
+    add("consumers", "show which processor consumes which queue", "consumers ./job.state")
+    add(
+        "release",
+        "forget which processor consumes a queue, so that another one may",
+        "release ./job.state logs",
+    ).add_argument("queue", metavar="QUEUE")
     add("leases", "show who is registered, with attributes").add_argument(
         "group", metavar="GROUP", nargs="?", help="only this one"
     )
@@ -70,7 +87,17 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the chosen subcommand; the exit code. Errors are raised for the caller to report."""
-    commands = {"ls": _ls, "describe": _describe, "scan": _scan, "queues": _queues, "leases": _leases, "stats": _stats}
+    commands = {
+        "ls": _ls,
+        "describe": _describe,
+        "scan": _scan,
+        "queues": _queues,
+        "read": _read,
+        "consumers": _consumers,
+        "release": _release,
+        "leases": _leases,
+        "stats": _stats,
+    }
     try:
         with open_store(args.store) as client:
             commands[args.state_command](client, args)
@@ -85,15 +112,21 @@ def run(args: argparse.Namespace) -> int:
 
 def open_store(store: str) -> StateClient:
     """A client for the address or folder; a folder without a store is refused, where ``open`` would make one."""
-    from statestore import StateClient
+    from shuffle.statestore import StateClient
 
     if "://" in store:
-        return StateClient.connect(store)
-    if not (Path(store) / "FORMAT").is_file():
+        with told(f"the state store at {store} to answer"):
+            return StateClient.connect(store)
+    try:
+        there = (Path(store) / "FORMAT").is_file()
+    except PermissionError:
+        there = True  # The store of another user: opening it says so.
+    if not there:
         raise StoreUnavailable(
             f"there is no state store in {store!r}; give its folder, or grpc://host:port of the daemon", store=store
         )
-    return StateClient.open(store)
+    with told(f"the state store in {store} to open"):
+        return StateClient.open(store)
 
 
 # The subcommands -----------------------------------------------------------------------------------------------------
@@ -147,7 +180,7 @@ def _describe(client: StateClient, args: argparse.Namespace) -> None:
 def _scan(client: StateClient, args: argparse.Namespace) -> None:
     """Prints each batch as it comes: the first rows at once, and never more than a batch in memory."""
     if args.table in {queue.name for queue in client.queues()}:
-        raise BadInput(f"{args.table!r} is a queue; `shuffle state queues` shows where it begins and ends")
+        raise BadInput(f"{args.table!r} is a queue; `shuffle state read` prints its rows")
     schema = client.table(args.table)
     if args.prefix is not None and (args.begin is not None or args.end is not None):
         raise BadInput("give either --prefix, or --begin and --end")
@@ -194,6 +227,54 @@ def _queues(client: StateClient, args: argparse.Namespace) -> None:
         )
         return
     _show(_bounds_grid(found), "no queues")
+
+
+def _read(client: StateClient, args: argparse.Namespace) -> None:
+    """Rows with their positions, partition after partition, and never more than one answer of the store in memory."""
+    queue = client.queue(args.queue)
+    bounds = queue.bounds()
+    if args.begin is not None and args.partition is None and len(bounds) > 1:
+        raise BadInput(f"positions count in one partition: give --partition, from 0 to {len(bounds) - 1}")
+    if args.partition is not None and args.partition >= len(bounds):
+        raise BadInput(f"queue {args.queue!r} has the partitions 0 to {len(bounds) - 1}, not {args.partition}")
+    left = args.rows
+    shown = QueueRows(queue.schema)
+    for partition in range(len(bounds)) if args.partition is None else [args.partition]:
+        position = bounds[partition][0] if args.begin is None else args.begin
+        while left:
+            rows, after = queue.read(partition, position, max_rows=left, one_answer=True)
+            if not rows.num_rows:
+                break
+            for batch in rows.to_batches():
+                sys.stdout.write((shown.json if args.json else shown.text)(partition, position, batch))
+                position += batch.num_rows
+            sys.stdout.flush()
+            left -= rows.num_rows
+            position = after
+
+
+def _consumers(client: StateClient, args: argparse.Namespace) -> None:
+    found = queue_consumers(client)
+    if args.json:
+        _print_json(found)
+        return
+    shown = _grid("queue", "consumer")
+    for queue, consumer in sorted(found.items()):
+        _row(shown, queue, consumer)
+    _show(shown, "no queue has a consumer")
+
+
+def _release(client: StateClient, args: argparse.Namespace) -> None:
+    consumer = queue_consumers(client).get(args.queue)
+    if consumer is None:
+        raise BadInput(f"the queue {args.queue!r} has no consumer; `shuffle state consumers` lists those that have")
+    if client.leases.members(mappers_group(consumer)):
+        raise BadInput(f"the processor {consumer!r} is running and would go on consuming {args.queue!r}: stop it first")
+    release_consumer(client, args.queue)
+    if args.json:
+        _print_json({"queue": args.queue, "released": consumer})
+        return
+    print(f"{args.queue}: released from the processor {consumer}; the next one that starts on it becomes its consumer")
 
 
 def _leases(client: StateClient, args: argparse.Namespace) -> None:

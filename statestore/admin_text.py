@@ -20,6 +20,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _CONTROL_RE2 = r"[\x{00}-\x{1f}\x{7f}-\x{9f}]"
 _HIGH_CONTROL = re.compile(r"[\x7f-\x9f]")
 _INSTEAD = "·"
+_ENCODE = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def printable(text: str) -> str:
@@ -60,12 +61,38 @@ class TextRows:
         return header + "\n".join(lines.to_pylist()) + "\n"
 
 
+class QueueRows:
+    """Rows of a queue as lines, each with its partition and position."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = pa.schema([("partition", pa.int32()), ("position", pa.int64()), *schema])
+        self._text = TextRows(self._schema, key_names=[])
+
+    def text(self, partition: int, position: int, batch: pa.RecordBatch) -> str:
+        count = batch.num_rows
+        places = [pa.array([partition] * count, pa.int32()), pa.array(range(position, position + count), pa.int64())]
+        return self._text.text(pa.RecordBatch.from_arrays([*places, *batch.columns], schema=self._schema))
+
+    def json(self, partition: int, position: int, batch: pa.RecordBatch) -> str:
+        """The row is an object of its own: its columns may have any names."""
+        rows = enumerate(json_values(batch), start=position)
+        return "".join(json_line({"partition": partition, "position": at, "row": row}) for at, row in rows)
+
+
 def json_rows(batch: pa.RecordBatch) -> str:
     """One JSON object in one line for each row. Moments, days and decimals are text, bytes are hexadecimal."""
+    return "".join(json_line(row) for row in json_values(batch))
+
+
+def json_values(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """Each row as a dict of what JSON can express."""
     names = batch.schema.names
     columns = [_as_json(column) for column in batch.columns]
-    encode = json.JSONEncoder(ensure_ascii=False).encode
-    text = "".join(encode(dict(zip(names, row, strict=True))) + "\n" for row in zip(*columns, strict=True))
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def json_line(value: dict[str, Any]) -> str:
+    text = _ENCODE(value) + "\n"
     # JSON itself escapes the control characters below the space only.
     return _HIGH_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 

@@ -67,6 +67,21 @@ def from_numpy(values: NumpyArray, kind: pa.DataType, validity: pa.Buffer | None
     return pa.Array.from_buffers(kind, count, [validity, data])
 
 
+def fits_precision(array: pa.Array) -> bool:
+    """Whether the decimals of an array have no more digits than their type says; Arrow itself does not look."""
+    halves = to_numpy(array)
+    bound = 10**array.type.precision
+    if bound <= 1 << 63:
+        # Of such a number the upper half is nothing but the sign of the lower one.
+        low = halves["low"].view(np.int64)
+        return bool((halves["high"].view(np.int64) == low >> 63).all() and (low < bound).all() and (low > -bound).all())
+    low, high = halves["low"], halves["high"].view(np.int64)
+    above, below = divmod(bound - 1, 1 << 64), divmod(1 - bound, 1 << 64)
+    too_large = (high > above[0]) | ((high == above[0]) & (low > np.uint64(above[1])))
+    too_small = (high < below[0]) | ((high == below[0]) & (low < np.uint64(below[1])))
+    return not (too_large | too_small).any()
+
+
 def validity_of(nulls: NumpyArray) -> pa.Buffer | None:
     """Arrow's bitmap for a boolean array that is true where there is a null."""
     if not nulls.any():

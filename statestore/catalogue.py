@@ -8,12 +8,17 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
-from shuffle.errors import BadInput, TableExists, UnknownTable
-from statestore.constraints import Constraint
-from statestore.request import CatalogueChange, CreateQueue, CreateTable
-from statestore.schema import QueueSchema, TableSchema
-from statestore.segment import encode_file_header
-from statestore.values import RowCodec
+from shuffle.errors import BadInput, CorruptData, TableExists, TooLarge, UnknownTable
+from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
+from shuffle.statestore.buffers import Binary, all_start_with, arrayed, listed, longest_of, nulls_in
+from shuffle.statestore.constraints import Constraint
+from shuffle.statestore.few import FEW_ROWS, FewKeys, FewValues
+from shuffle.statestore.keys import KeyCodec, bytes_after
+from shuffle.statestore.request import CatalogueChange, CreateQueue, CreateTable, TableWrite
+from shuffle.statestore.schema import QueueSchema, TableSchema
+from shuffle.statestore.segment import encode_file_header
+from shuffle.statestore.storage import Pairs
+from shuffle.statestore.values import RowCodec
 
 CATALOGUE_PREFIX = b"\0c"
 
@@ -28,15 +33,92 @@ class TableEntry:
 
     schema: TableSchema
     prefix: bytes
+    """Of all its keys."""
+    end: bytes
+    """The first key after them."""
     constraints: list[Constraint]
+    keys: KeyCodec
     codec: RowCodec
+    few_keys: FewKeys
+    few_values: FewValues
 
     @staticmethod
     def of(schema: TableSchema) -> TableEntry:
         constraints = [
             Constraint(schema.name, name, expression, schema.value) for name, expression in schema.constraints.items()
         ]
-        return TableEntry(schema, table_prefix(schema.table_id), constraints, RowCodec(schema.name, schema.value))
+        prefix = table_prefix(schema.table_id)
+        return TableEntry(
+            schema,
+            prefix,
+            bytes_after(prefix) or prefix,
+            constraints,
+            KeyCodec(schema.name, schema.key),
+            RowCodec(schema.name, schema.value),
+            FewKeys(schema.key),
+            FewValues(schema.value),
+        )
+
+    def checked(self, write: TableWrite) -> Pairs:
+        """The pairs that are to be written, once they were found to be rows of this table, which is looked at once.
+
+        One row that is none would make every later scan over it fail.
+        """
+        if write.pairs is None:
+            self._check_rows(write.keys, write.values)
+            write.pairs = listed(write.keys), listed(write.values)
+        return write.pairs
+
+    def _are_right(self, keys: Binary, values: Binary) -> bool:
+        """Whether these are a few rows with nothing wrong about them; the steps after this say what is wrong."""
+        if not (isinstance(keys, list) and isinstance(values, list) and len(keys) == len(values) <= FEW_ROWS):
+            return False
+        prefix, key_bytes_max = self.prefix, KEY_BYTES_MAX + len(self.prefix)
+        for key in keys:
+            if key is None or len(key) > key_bytes_max or not key.startswith(prefix):
+                return False
+        for value in values:
+            if value is not None and len(value) > VALUE_BYTES_MAX:
+                return False
+        return self.few_keys.are_right(keys, len(prefix)) and self.few_values.are_right(values)
+
+    def _check_rows(self, keys: Binary, values: Binary) -> None:
+        if self._are_right(keys, values):
+            if self.constraints:
+                self.check(arrayed(values))
+            return
+        name = self.schema.name
+        if len(keys) != len(values):
+            raise BadInput(f"table {name!r}: {len(keys)} keys but {len(values)} values", table=name)
+        self.check_prefix(keys)
+        longest, largest = longest_of(keys), longest_of(values)
+        if longest > KEY_BYTES_MAX + len(self.prefix) or largest > VALUE_BYTES_MAX:
+            raise TooLarge(
+                f"table {name!r}: a key of {longest} or a value of {largest} bytes is over the limit of "
+                f"{KEY_BYTES_MAX} and {VALUE_BYTES_MAX} bytes",
+                table=name,
+            )
+        self._check_form(keys, values)
+        if self.constraints:
+            self.check(arrayed(values))
+
+    def _check_form(self, keys: Binary, values: Binary) -> None:
+        try:
+            self.keys.check(arrayed(keys), len(self.prefix))
+            self.codec.check(arrayed(values).drop_null() if nulls_in(values) else arrayed(values))
+        except CorruptData as error:
+            raise BadInput(f"{error.message}: not a row of this table", **error.fields) from None
+
+    def check_prefix(self, keys: Binary) -> None:
+        if not all_start_with(keys, self.prefix):
+            name = self.schema.name
+            raise BadInput(f"table {name!r}: keys that are not of this table", table=name)
+
+    def check_range(self, begin: bytes, end: bytes | None) -> None:
+        """Raises unless all keys between these two are of this table."""
+        if not begin.startswith(self.prefix) or end is None or not self.prefix <= end <= self.end:
+            name = self.schema.name
+            raise BadInput(f"table {name!r}: a range of keys that are not of this table", table=name)
 
     def check(self, values: pa.BinaryArray) -> None:
         """Raises ``ConstraintViolated`` for the first written row that breaks a constraint."""
@@ -53,10 +135,13 @@ class TableEntry:
 class QueueEntry:
     schema: QueueSchema
     header: bytes
+    not_null: list[int]
+    """The columns that must have no nulls."""
 
     @staticmethod
     def of(schema: QueueSchema) -> QueueEntry:
-        return QueueEntry(schema, encode_file_header(schema.schema))
+        not_null = [index for index, column in enumerate(schema.schema) if not column.nullable]
+        return QueueEntry(schema, encode_file_header(schema.schema), not_null)
 
 
 @dataclass(slots=True)

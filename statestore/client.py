@@ -16,16 +16,18 @@ from typing import Any
 import pyarrow as pa
 
 from shuffle.errors import BadInput, ShuffleError, StoreLocked, TooLarge, UnknownTable
+from shuffle.fields import whole
 from shuffle.limits import BATCH_BYTES_MAX, MIB
-from statestore.folder import served_at
-from statestore.leases import Member
-from statestore.request import Append, CommitRequest, CreateQueue, CreateTable, Drop, Trim
-from statestore.schema import QueueSchema, TableSchema
-from statestore.segment import decode_batch
-from statestore.staged import STAGED_TTL_MS_DEFAULT
-from statestore.store import Moment, QueueRead, Store
-from statestore.table import Bound, Table
-from statestore.transaction import Snapshot, Transaction, encoded_append, payloads
+from shuffle.statestore.folder import folder_path, served_at
+from shuffle.statestore.leases import Member
+from shuffle.statestore.operations import check_section
+from shuffle.statestore.request import Append, CommitRequest, CreateQueue, CreateTable, Drop, Trim
+from shuffle.statestore.schema import QueueSchema, TableSchema
+from shuffle.statestore.segment import decode_batch
+from shuffle.statestore.staged import STAGED_TTL_MS_DEFAULT
+from shuffle.statestore.store import Moment, QueueRead, Store
+from shuffle.statestore.table import Bound, Table
+from shuffle.statestore.transaction import Snapshot, Transaction, encoded_append, payloads
 
 READ_ROWS_DEFAULT = 65_536
 READ_BYTES_DEFAULT = 16 * MIB
@@ -43,15 +45,17 @@ class StateClient:
         self._tables: dict[str, Table] = {}
         self._queues: dict[str, Queue] = {}
         self.leases = Leases(store)
+        """Named groups of members that are alive."""
 
     @staticmethod
     def connect(address: str, timeout_s: float | None = None, local_files: bool = True) -> StateClient:
-        """A client of the daemon at ``grpc://host:port``.
+        """A client of the daemon at ``grpc://host:port``. Raises ``StoreUnavailable`` if it does not answer.
 
+        ``timeout_s`` is how many seconds a call waits for its answer, 30 by default.
         On the daemon's machine the rows of queues are read from its files, where this process may read them; without
         ``local_files`` they come over the wire, as they do from another machine.
         """
-        from statestore.remote import RemoteStore
+        from shuffle.statestore.remote import RemoteStore
 
         return StateClient(RemoteStore(address, timeout_s=timeout_s, local_files=local_files))
 
@@ -59,16 +63,17 @@ class StateClient:
     def open(folder: str | os.PathLike[str], timeout_s: float | None = None) -> StateClient:
         """The store in ``folder``: through the daemon that serves it, if there is one, else in this process.
 
-        ``timeout_s`` is for that daemon, as in ``connect``.
+        A folder that is not there is made. Raises ``StoreLocked`` if another process has it open and serves nobody.
+        ``timeout_s`` is for the daemon, as in ``connect``.
         """
-        path = Path(folder).absolute()
+        path = folder_path(folder)
         deadline = time.monotonic() + _OPEN_WAIT_S
         while True:
             client = StateClient.serving(path, timeout_s)
             if client is not None:
                 return client
             try:
-                from statestore.local import LocalStore
+                from shuffle.statestore.local import LocalStore
 
                 return StateClient(LocalStore(path))
             except StoreLocked:
@@ -108,7 +113,12 @@ class StateClient:
         constraints: Mapping[str, str] | None = None,
         if_not_exists: bool = False,
     ) -> TableSchema:
-        """A sorted table; ``constraints`` are named predicates over the value columns, as in SQL's CHECK."""
+        """Create a table whose rows are sorted by ``key``; no two rows have the same key.
+
+        ``constraints`` are named conditions on the value columns, as in SQL's CHECK: a row that breaks one is refused
+        with ``ConstraintViolated``. Raises ``TableExists`` if the name is taken; with ``if_not_exists``, a table with
+        the same columns and constraints is no mistake.
+        """
         schema = TableSchema(name, key, value, dict(constraints or {}))
         schema.validate()
         self._store.change_catalogue(CreateTable(schema, if_not_exists))
@@ -116,7 +126,11 @@ class StateClient:
         return self.table(name)
 
     def create_queue(self, name: str, schema: pa.Schema, partitions: int, if_not_exists: bool = False) -> Queue:
-        """An ordered table of ``partitions`` partitions."""
+        """Create a queue: ``partitions`` sequences of rows, each read in the order of its appends.
+
+        Raises ``TableExists`` if the name is taken; with ``if_not_exists``, a queue with the same columns and as many
+        partitions is no mistake.
+        """
         wanted = QueueSchema(name, schema, partitions)
         wanted.validate()
         self._store.change_catalogue(CreateQueue(wanted, if_not_exists))
@@ -124,20 +138,25 @@ class StateClient:
         return self.queue(name)
 
     def drop_table(self, name: str) -> None:
+        """Remove a table with all its rows. Raises ``UnknownTable`` if there is none of that name."""
         self._store.change_catalogue(Drop("table", name))
         self._forget(name)
 
     def drop_queue(self, name: str) -> None:
+        """Remove a queue with all its rows. Raises ``UnknownTable`` if there is none of that name."""
         self._store.change_catalogue(Drop("queue", name))
         self._forget(name)
 
     def tables(self) -> list[TableSchema]:
+        """All tables, in the order of their names."""
         return sorted(self._store.tables(), key=lambda schema: schema.name)
 
     def queues(self) -> list[QueueSchema]:
+        """All queues, in the order of their names."""
         return sorted(self._store.queues(), key=lambda schema: schema.name)
 
     def table(self, name: str) -> TableSchema:
+        """The columns and constraints of a table. Raises ``UnknownTable`` if there is none of that name."""
         return self.table_handle(name).schema
 
     def table_handle(self, name: str) -> Table:
@@ -151,6 +170,7 @@ class StateClient:
         return found
 
     def queue(self, name: str) -> Queue:
+        """The queue of that name, to append to and read from. Raises ``UnknownTable`` if there is none."""
         with self._lock:
             found = self._queues.get(name)
         if found is None:
@@ -174,9 +194,11 @@ class StateClient:
     # --- reading and writing ---
 
     def transaction(self) -> Transaction:
+        """Begin a transaction. It reads at one moment, and changes nothing until its ``commit``."""
         return Transaction(self, self._store)
 
     def snapshot(self) -> Snapshot:
+        """All tables as they are now, to be read without a transaction. Use it in a ``with``, or close it."""
         return Snapshot(self, self._store)
 
     def share_snapshot(self, ttl_ms: int) -> str:
@@ -216,7 +238,7 @@ class StateClient:
         columns: list[str] | None = None,
         partial: bool = False,
     ) -> pa.RecordBatchReader:
-        """The rows of a range at one moment, which is held until the last of them was read."""
+        """The rows of a range, as ``Snapshot.scan``, at a moment that is held until the last of them was read."""
         snapshot = self.snapshot()
         reader = snapshot.scan(table, begin, end, prefix, limit, reverse, columns, partial)
         return pa.RecordBatchReader.from_batches(reader.schema, _closing(reader, snapshot))
@@ -246,6 +268,7 @@ class StateClient:
         return found is not None and found.exists() and folder.exists() and found.samefile(folder)
 
     def close(self) -> None:
+        """Give the store back. Of an embedded one, everything that was committed is on disk by then."""
         self._store.close()
 
     def __enter__(self) -> StateClient:
@@ -256,7 +279,7 @@ class StateClient:
 
 
 class Queue:
-    """An ordered table.
+    """A queue: rows in partitions, each row at a position that counts from 0 and never changes.
 
     One that was dropped and created anew is another queue, with other rows at the same positions: a handle of the old
     one says ``UnknownTable``, and ``StateClient.queue`` gives the new one.
@@ -271,14 +294,17 @@ class Queue:
 
     @property
     def name(self) -> str:
+        """The name of the queue."""
         return self._description.name
 
     @property
     def schema(self) -> pa.Schema:
+        """The columns of its rows."""
         return self._description.schema
 
     @property
     def partitions(self) -> int:
+        """How many partitions it has; they are numbered from 0."""
         return self._description.partitions
 
     def append(
@@ -302,7 +328,9 @@ class Queue:
     ) -> Append:
         if (producer is None) != (sequence is None):
             raise BadInput("producer and sequence go together: give both, or none")
+        partition, sequence = whole(partition), whole(sequence)
         append = encoded_append(self.queue_id, partition, self._description.conform_rows(rows), producer, sequence)
+        check_section("append", self.queue_id, partition, len(append.payloads), producer, sequence)
         self._check_sizes(append.payloads)
         return append
 
@@ -340,11 +368,13 @@ class Queue:
         wait_ms: int = 0,
         one_answer: bool = False,
     ) -> tuple[pa.Table, int]:
-        """Rows from ``begin`` on and the position after them; waits up to ``wait_ms`` for the first one.
+        """Rows from the position ``begin`` on, and the position after them; waits up to ``wait_ms`` for the first one.
 
+        Raises ``OutOfRange`` if ``begin`` was trimmed or lies after the end.
         ``max_bytes`` is kept to about one row, and at least one row is returned if there is any. With ``one_answer``
         the store is asked once, which may give fewer rows than there are: it does not read on from file to file.
         """
+        partition, begin, max_rows = whole(partition), whole(begin), whole(max_rows)
         if max_rows < 1 or max_bytes < 1:
             raise BadInput(f"max_rows and max_bytes must be at least 1, not {max_rows} and {max_bytes}")
         max_bytes = min(max_bytes, BATCH_BYTES_MAX)
@@ -381,7 +411,9 @@ class Queue:
             offset += record.size
 
     def trim(self, partition: int, index: int) -> None:
-        """Give up the rows below ``index``; whole segments are freed."""
+        """Give up the rows below the position ``index`` for good; whole files are freed."""
+        partition, index = whole(partition), whole(index)
+        check_section("trim", self.queue_id, partition, index)
         with self._noticing():
             self._store.commit(CommitRequest(trims=[Trim(self.queue_id, partition, index)]))
 
@@ -407,10 +439,11 @@ class Lease:
         self.lease_id = lease_id
 
     def renew(self) -> None:
-        """Raises ``Expired`` when it was too late."""
+        """Keep the place for as long again. Raises ``Expired`` when it is too late for that."""
         self._store.renew(self.lease_id)
 
     def leave(self) -> None:
+        """Give the place up now, instead of letting it run out."""
         self._store.leave(self.lease_id)
 
 
@@ -421,17 +454,22 @@ class Leases:
         self._store = store
 
     def register(self, group: str, member: str, attributes: Mapping[str, str], ttl_ms: int) -> Lease:
-        """Join a group; a member of the same name is replaced."""
+        """Join a group for ``ttl_ms`` milliseconds, again with each ``renew``; a member of that name is replaced."""
         return Lease(self._store, self._store.register(group, member, attributes, ttl_ms))
 
     def members(self, group: str) -> list[Member]:
+        """Who is in a group now; an unknown group is an empty one."""
         return self._store.members(group)[1]
 
     def watch(self, group: str, revision: int, wait_ms: int) -> tuple[int, list[Member]]:
-        """Returns when the group's revision is not ``revision`` (any other number will do to begin), or in time."""
+        """Wait up to ``wait_ms`` until the group's revision is not ``revision`` (to begin, any other number will do).
+
+        Returns the revision and the members; each change of a group gives it another revision.
+        """
         return self._store.watch(group, revision, wait_ms)
 
     def groups(self) -> list[str]:
+        """The groups that have members now."""
         return self._store.groups()
 
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shuffle.errors import BadInput, ConstraintViolated
-from statestore.check_parser import Call, CheckError, Column, Literal, Node, parse
+from shuffle.statestore.check_parser import Call, CheckError, Column, Literal, Node, parse
 
 SHOWN_CHARS_MAX = 200
 """How much of the offending row an error shows: enough to find it, little enough for a status message."""

@@ -82,9 +82,9 @@ class ControlClient:
             return found
         except StoreUnavailable as error:
             self._unreachable = True
-            raise StoreUnavailable(error.message, address=self._address) from None
-        except ValueError:
-            raise StoreUnavailable("what answers there is not a state store", address=self._address) from None
+            raise StoreUnavailable(error.message, address=self._address) from error.__cause__
+        except ValueError as error:
+            raise StoreUnavailable("what answers there is not a state store", address=self._address) from error
 
     def close(self) -> None:
         self._closed.set()

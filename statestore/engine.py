@@ -17,45 +17,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pyarrow as pa
-
 from shuffle import crash_points
-from shuffle.errors import BadInput, DiskFull, OutOfRange, ShuffleError, TooLarge
+from shuffle.errors import BadInput, DiskFull, OutOfRange, ShuffleError, StoreError, TooLarge, one_line
 from shuffle.errors import CommitConflict as Conflict
-from shuffle.limits import (
-    BATCH_BYTES_MAX,
-    KEY_BYTES_MAX,
-    MIB,
-    TRANSACTION_APPENDS_MAX,
-    TRANSACTION_BYTES_MAX,
-    TRANSACTION_ROWS_MAX,
-    VALUE_BYTES_MAX,
-)
-from statestore.buffers import all_start_with, arrayed, listed, longest_of, nulls_in
-from statestore.catalogue import CATALOGUE_PREFIX, Catalogue, CatalogueStep, table_prefix
-from statestore.group import Checked, Group, Span
-from statestore.ordered_table import FileWrite, Partition, PartitionPlan, partition_prefix, queue_prefix
-from statestore.request import (
+from shuffle.limits import MIB, TRANSACTION_APPENDS_MAX, TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
+from shuffle.logs import get_logger
+from shuffle.statestore.buffers import listed, nulls_in
+from shuffle.statestore.catalogue import CATALOGUE_PREFIX, Catalogue, CatalogueStep, table_prefix
+from shuffle.statestore.group import Checked, Group, Span
+from shuffle.statestore.leftovers import clean_files, segment_name
+from shuffle.statestore.ordered_table import FileWrite, Partition, PartitionPlan, partition_prefix, queue_prefix
+from shuffle.statestore.request import (
     Append,
     CommitRequest,
     Committed,
     Expect,
     Publish,
-    TableWrite,
     Trim,
     check_producer,
     check_published_once,
     check_sequences,
 )
-from statestore.segment import RecordIndex, decode_payload, encode_record, record_bytes
-from statestore.staged import StagedFiles
-from statestore.storage import KeyValues, KeyView, Pairs, Segments
-from statestore.validation import ConflictHistory
+from shuffle.statestore.segment import RecordIndex, encode_record, record_bytes
+from shuffle.statestore.staged import StagedFiles
+from shuffle.statestore.storage import KeyValues, KeyView, Segments
+from shuffle.statestore.validation import ConflictHistory
 
 VERSION_KEY = b"\0v"
+STORE_ID_KEY = b"\0s"
 
 DISK_RESERVE_BYTES = 16 * MIB
 """Commits are refused while less than this is free, so that RocksDB itself never meets a full disk."""
+
+_log = get_logger("statestore")
 
 RECORDS_MAX = 4096
 """Records of one read: where each of them ends is in the header of the answer, which has 64 KiB."""
@@ -78,6 +72,7 @@ class Engine:
             for index in range(entry.schema.partitions):
                 self._load_partition(view, queue_id, index)
         self.staged = StagedFiles(segments)
+        self.set_aside: list[str] = []
         self._clean_files(now_ms)
         self.table_bytes: dict[int, tuple[int, int]] = {}
         """Per table: rows and bytes written to the log since the store was opened."""
@@ -93,44 +88,50 @@ class Engine:
         self.partitions[queue_id, index] = partition
 
     def _clean_files(self, now_ms: int) -> None:
-        """Cut torn tails, keep what is staged, remove what nothing refers to."""
-        committed = {
-            segment.name: segment.size_bytes for partition in self.partitions.values() for segment in partition.segments
-        }
-        for name in list(self._segments.names()):
-            if name in committed:
-                if self._segments.size(name) > committed[name]:
-                    self._segments.truncate(name, committed[name])
-                self._segments.close_file(name)
-            elif not self.staged.found(name, now_ms):
-                self._segments.remove(name)
+        self.set_aside = clean_files(self._segments, self.staged, self.version, self.catalogue, self.partitions, now_ms)
 
     # --- step 1: prepare ---
 
     def prepare(self, requests: Sequence[CommitRequest], oldest_version: int) -> Group:
-        """Check each commit in order; no open transaction reads at a version below ``oldest_version``."""
+        """Check each commit in order; no open transaction reads at a version below ``oldest_version``.
+
+        Whatever goes wrong with one of them is the answer to that one, and nothing is left of it: neither the others
+        nor the store have anything to do with it.
+        """
         self.history.forget_before(oldest_version)
-        group = Group(version_before=self.version, room_bytes=self._room_bytes())
-        for request in requests:
-            try:
-                checked = self._checked(request, group)
-            except ShuffleError as error:
-                group.answers.append(error)
-            except (pa.ArrowException, TypeError, ValueError) as error:
-                group.answers.append(BadInput(f"not a commit that can be understood: {error}"))
+        refused: dict[int, ShuffleError] = {}
+        while True:
+            group = Group(version_before=self.version, room_bytes=self._room_bytes())
+            for number, request in enumerate(requests):
+                if number in refused:
+                    group.answers.append(refused[number])
+                    continue
+                try:
+                    checked = self._checked(request, group)
+                except Exception as error:
+                    group.answers.append(_refusal(error))
+                    continue
+                try:
+                    group.answers.append(self._accept(request, checked, group))
+                except Exception as error:
+                    # It has changed the group by half. The others are prepared again, without it.
+                    refused[number] = _refusal(error)
+                    self._undo(group)
+                    break
             else:
-                group.answers.append(self._accept(request, checked, group))
-        if group.changed:
-            group.puts.append(([VERSION_KEY], [b"%d" % self.version]))
-        return group
+                if group.changed:
+                    group.puts.append(([VERSION_KEY], [b"%d" % self.version]))
+                return group
 
     def _checked(self, request: CommitRequest, group: Group) -> Checked:
         """Everything that can be wrong with a commit is found here, before the group is touched."""
         size_bytes = self._checked_size(request, group)
-        puts = [self._checked_rows(write) for write in request.writes]
+        puts = [self.catalogue.table(write.table_id).checked(write) for write in request.writes]
         rows = [self._checked_append(append) for append in request.appends]
         check_published_once(request.appends)
         if request.reads is not None:
+            if request.reads.version > group.version_before:
+                raise BadInput(f"the transaction read at version {request.reads.version}, which has not been yet")
             read = (key for keys_read in request.reads.keys for key in listed(keys_read))
             reason = self.history.conflict(request.reads.version, read, request.reads.ranges)
             if reason is not None:
@@ -144,7 +145,7 @@ class Engine:
         return Checked(puts, size_bytes, rows, repeated, step)
 
     def _accept(self, request: CommitRequest, checked: Checked, group: Group) -> Committed:
-        """Add a checked commit to the group. Nothing fails from here on."""
+        """Add a checked commit to the group. Nothing should fail from here on."""
         if request.is_empty:
             return Committed(self.version)
         self.version += 1
@@ -196,31 +197,11 @@ class Engine:
         """What may still be written: the rest of the disk, without what RocksDB has promised to flush to it."""
         return self._segments.free_bytes() - self._keys.unflushed_bytes() - DISK_RESERVE_BYTES
 
-    def _checked_rows(self, write: TableWrite) -> Pairs:
-        keys, values = write.keys, write.values
-        entry = self.catalogue.table(write.table_id)
-        name = entry.schema.name
-        if len(keys) != len(values):
-            raise BadInput(f"table {name!r}: {len(keys)} keys but {len(values)} values", table=name)
-        if not all_start_with(keys, entry.prefix):
-            raise BadInput(f"table {name!r}: keys that are not of this table", table=name)
-        longest, largest = longest_of(keys), longest_of(values)
-        if longest > KEY_BYTES_MAX + len(entry.prefix) or largest > VALUE_BYTES_MAX:
-            raise TooLarge(
-                f"table {name!r}: a key of {longest} or a value of {largest} bytes is over the limit of "
-                f"{KEY_BYTES_MAX} and {VALUE_BYTES_MAX} bytes",
-                table=name,
-            )
-        if entry.constraints:
-            entry.check(arrayed(values))
-        return listed(keys), listed(values)
-
     def _check_expected(self, expect: Expect, group: Group) -> None:
         """The rows it names are those of the store with the commits before it in the group."""
         entry = self.catalogue.table(expect.table_id)
         name = entry.schema.name
-        if not all_start_with(expect.keys, entry.prefix):
-            raise BadInput(f"table {name!r}: keys that are not of this table", table=name)
+        entry.check_prefix(expect.keys)
         keys, values = listed(expect.keys), listed(expect.values)
         written = group.written()
         stored = self._keys.get_many(keys)
@@ -244,22 +225,13 @@ class Engine:
         return found
 
     def _checked_append(self, append: Append | Publish) -> list[int]:
-        """The number of rows of each payload, after a look inside."""
+        """The number of rows of each payload."""
         self._partition(append.queue_id, append.partition)
         if isinstance(append, Publish):
             return [self.staged.get(append.staged_id, append.queue_id).rows]
-        schema = self.catalogue.queue(append.queue_id).schema
-        check_producer(append, schema.name)
-        counts = []
-        for payload in append.payloads:
-            if payload.size > BATCH_BYTES_MAX:
-                raise TooLarge(
-                    f"queue {schema.name!r}: a batch of {payload.size} bytes, more than {BATCH_BYTES_MAX}",
-                    queue=schema.name,
-                    limit=BATCH_BYTES_MAX,
-                )
-            counts.append(decode_payload(payload, schema.schema).num_rows)
-        return counts
+        entry = self.catalogue.queue(append.queue_id)
+        check_producer(append, entry.schema.name)
+        return append.count_rows(entry.schema, entry.not_null)
 
     def _repeated(self, append: Append | Publish, group: Group) -> tuple[int, int] | None:
         if isinstance(append, Publish):
@@ -302,7 +274,7 @@ class Engine:
             partition = self._partition(queue_id, index)
             header = self.catalogue.queue(queue_id).header
             version = self.version + 1
-            plan = PartitionPlan(partition, len(header), lambda row: f"q{queue_id}-p{index}-{row}-{version}.seg")
+            plan = PartitionPlan(partition, len(header), lambda row: segment_name(queue_id, index, row, version))
             group.partitions[queue_id, index] = plan
         return plan
 
@@ -479,6 +451,15 @@ class Engine:
         after = first + len(ends)
         rows = records.first_row(after) if after < len(records) else segment.rows
         return Span(segment.name, start, ends, segment.begin, segment.begin + rows)
+
+
+def _refusal(error: Exception) -> ShuffleError:
+    """The answer to a commit that could not be prepared."""
+    if isinstance(error, ShuffleError):
+        return error
+    # What can be wrong with a commit was looked for. This is a mistake of ours, and the next one shall be found, too.
+    _log.error("a commit was refused because of a mistake in the store", error=error)
+    return StoreError(f"the state store cannot take this commit ({one_line(error)}): nothing was written")
 
 
 def _check_room(room_bytes: int, size_bytes: int) -> None:

@@ -8,10 +8,13 @@ from itertools import pairwise
 import pyarrow as pa
 
 from shuffle.errors import ShuffleError
-from statestore.catalogue import CatalogueStep
-from statestore.ordered_table import PartitionPlan
-from statestore.request import Committed
-from statestore.storage import Pairs
+from shuffle.statestore.catalogue import CatalogueStep
+from shuffle.statestore.ordered_table import PartitionPlan
+from shuffle.statestore.request import Committed
+from shuffle.statestore.storage import Pairs
+
+GROUP_COMMITS_MAX = 1024
+"""Commits in one group: enough to keep the disk busy, few enough that the first of them does not wait long."""
 
 
 @dataclass(slots=True)

@@ -6,9 +6,10 @@ import threading
 import time
 
 from shuffle.errors import ShuffleError
-from statestore.local import LocalStore
-from statestore.sessions import Sessions
-from statestore.store import Moment
+from shuffle.statestore.local import LocalStore
+from shuffle.statestore.sessions import Sessions
+from shuffle.statestore.store import Moment
+from shuffle.vital_threads import start_vital
 
 
 class Held:
@@ -19,12 +20,12 @@ class Held:
         self._sessions = Sessions(first_id=time.time_ns() // 1_000)
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._reaper = threading.Thread(target=self._reap, name="session-reaper", daemon=True)
-        self._reaper.start()
+        self._reaper = start_vital(self._reap, "session-reaper", store.fail)
 
-    def open_session(self, ttl_ms: int) -> int:
+    def open_session(self, ttl_ms: int, peer: str = "") -> int:
+        """``peer`` is who asks for it: one of them cannot have all sessions."""
         with self._lock:
-            return self._sessions.open(ttl_ms, _now_ms())
+            return self._sessions.open(ttl_ms, _now_ms(), peer)
 
     def renew_session(self, session_id: int) -> None:
         with self._lock:

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from shuffle.errors import BadInput, CorruptData, SchemaMismatch, TooLarge
 from shuffle.limits import KEY_BYTES_MAX
-from statestore.buffers import (
+from shuffle.statestore.buffers import (
     BINARY_BYTES_MAX,
     NumpyArray,
     as_binary,
@@ -30,6 +30,7 @@ from statestore.buffers import (
     constant,
     data_of,
     equal_length,
+    fits_precision,
     from_numpy,
     join,
     longest_of,
@@ -40,8 +41,8 @@ from statestore.buffers import (
     storage_dtype,
     to_numpy,
 )
-from statestore.column_types import is_text_or_bytes
-from statestore.schema import conform_column, null_key
+from shuffle.statestore.column_types import is_text_or_bytes
+from shuffle.statestore.schema import conform_column, null_key
 
 _ZERO, _ESCAPED = b"\x00", b"\x00\xff"
 _END = b"\x00\x01"
@@ -102,6 +103,36 @@ class KeyCodec:
         if not np.array_equal(position, ends):
             raise self._corrupt("has bytes after its last column")
         return columns
+
+    def check(self, keys: pa.Array, skip_bytes: int) -> None:
+        """Raises ``CorruptData`` unless each key is what ``encode`` makes of some row, byte for byte.
+
+        A look at lengths and ends; only columns whose bytes may be wrong by themselves are taken out and looked at.
+        """
+        offsets, data = offsets_of(keys), data_of(keys)
+        position, ends = offsets[:-1] + np.int32(skip_bytes), offsets[1:]
+        self._check_inside(position, ends)
+        for run in self._runs:
+            if isinstance(run, _FixedRun):
+                after = position + np.int32(run.dtype.itemsize)
+                self._check_inside(after, ends)
+                if run.may_be_wrong and not run.is_canonical(records_at(data, position, run.dtype)):
+                    raise self._corrupt("has a value that its column cannot have")
+                position = after
+            elif run.last:
+                if pa.types.is_string(run.kind):
+                    self._text(run, pieces_at(data, position, ends))
+                position = ends
+            else:
+                terminators = self._expected_terminators(run, data, position, ends)
+                pieces = pieces_at(data, position, terminators)
+                unescaped = _unescape(pieces)
+                self._text(run, unescaped)
+                if unescaped is not pieces and not _escape(unescaped).equals(pieces):
+                    raise self._corrupt("has a string that is not escaped")
+                position = terminators + np.int32(2)
+        if not np.array_equal(position, ends):
+            raise self._corrupt("has bytes after its last column")
 
     def encode_prefix(self, values: Mapping[str, Any] | Sequence[Any], partial: bool = False) -> bytes:
         """The bytes that all keys with these leading values begin with: a bound for a scan.
@@ -186,6 +217,19 @@ class KeyCodec:
             return run.decode(records_at(data, offsets[:-1] + np.int32(skip_bytes), run.dtype))
         return run.decode(data[offsets[0] : offsets[-1]].view(run.dtype))
 
+    def _expected_terminators(
+        self, run: _TextColumn, data: NumpyArray, starts: NumpyArray, ends: NumpyArray
+    ) -> NumpyArray:
+        """As ``_terminators``; where only fixed-width columns follow, it is known where they have to be."""
+        after = [following for following in self._runs if following.first > run.first]
+        widths = [following.dtype.itemsize for following in after if isinstance(following, _FixedRun)]
+        if len(widths) != len(after):
+            return self._terminators(data, starts, ends)
+        terminators: NumpyArray = ends - np.int32(sum(widths) + 2)
+        if (terminators < starts).any() or data[terminators].any() or (data[terminators + 1] != 1).any():
+            raise self._corrupt("ends inside a string")
+        return terminators
+
     def _terminators(self, data: NumpyArray, starts: NumpyArray, ends: NumpyArray) -> NumpyArray:
         """For each row, where the string that begins at ``starts`` ends.
 
@@ -216,7 +260,7 @@ class KeyCodec:
             raise self._corrupt("is shorter than its columns")
 
     def _corrupt(self, what: str) -> CorruptData:
-        return CorruptData(f"table {self.table!r}: a stored key {what}", table=self.table)
+        return CorruptData(f"table {self.table!r}: a key {what}", table=self.table)
 
     def _leading(self, values: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
         names = self.schema.names
@@ -299,6 +343,16 @@ class _FixedRun:
                 records[f"{index}"] = _to_ordered(values)
         return records
 
+    @property
+    def may_be_wrong(self) -> bool:
+        """Whether there are bytes that are no value of one of the columns, or another form of one."""
+        return any(not (pa.types.is_integer(kind) or pa.types.is_temporal(kind)) for kind in self.kinds)
+
+    def is_canonical(self, records: NumpyArray) -> bool:
+        columns = self.decode(records)
+        decimals_fit = all(fits_precision(column) for column in columns if pa.types.is_decimal128(column.type))
+        return decimals_fit and self.encode(columns).tobytes() == records.tobytes()
+
     def decode(self, records: NumpyArray) -> list[pa.Array]:
         columns = []
         for index, kind in enumerate(self.kinds):
@@ -342,7 +396,8 @@ def _to_ordered(values: NumpyArray) -> NumpyArray:
         return bits
     if values.dtype.kind == "i":
         return np.asarray(bits ^ _sign_bit(size))
-    canonical = values + values.dtype.type(0)  # -0.0 + 0.0 is 0.0
+    with np.errstate(invalid="ignore"):  # A signalling NaN, which only bytes of others can hold, is a NaN.
+        canonical = values + values.dtype.type(0)  # -0.0 + 0.0 is 0.0
     canonical[np.isnan(canonical)] = np.nan
     bits = canonical.view(f"<u{size}")
     return np.where(bits & _sign_bit(size), ~bits, bits ^ _sign_bit(size))

@@ -13,8 +13,12 @@ The rows of a queue are an answer of another size (``shipment``). Sending them m
 beside this one do it, and a connection is theirs meanwhile; a client that takes its rows slowly comes back here, where
 waiting costs nobody a thread.
 
-A socket is closed by this thread, but never while a question is unanswered (``asked``) or somebody is about to write to
-it (``sending``): else an answer could end up on a connection that was made since under the same number.
+A socket is closed by this thread, but never while the writer has a commit of it (``committing``) or somebody is about
+to write to it (``sending``): then whoever writes last closes it. Else an answer could end up on a connection that was
+made since under the same number.
+
+Whatever goes wrong with what is done for one connection ends that connection alone (``_failed``). What goes wrong
+elsewhere ends this thread, and that is not kept a secret (``shuffle.vital_threads``).
 """
 
 from __future__ import annotations
@@ -24,7 +28,6 @@ import heapq
 import selectors
 import socket
 import sys
-import threading
 import time
 import uuid
 from collections import deque
@@ -34,10 +37,11 @@ from functools import partial
 from typing import Any
 
 from shuffle.errors import BadInput, ShuffleError, TooLarge
-from shuffle.limits import KIB, WAIT_MS_MAX
+from shuffle.limits import KIB
 from shuffle.logs import get_logger
-from statestore.group import Span
-from statestore.lane_frames import (
+from shuffle.statestore.group import Span
+from shuffle.statestore.lane_connections import Connection, Connections, Poll, peer_of
+from shuffle.statestore.lane_frames import (
     ANSWER_BYTES_MAX,
     GREETING,
     QUESTION_BYTES_MAX,
@@ -48,16 +52,15 @@ from statestore.lane_frames import (
     local_address,
     send_at_once,
 )
-from statestore.local import LocalStore
-from statestore.pending import Pending
-from statestore.questions import Questions
-from statestore.request import CommitRequest, Committed
-from statestore.shipment import Progress, Shipment
-from statestore.store import Moment
-from statestore.wire import Header, Rows
-
-CONNECTIONS_MAX = 1000
-"""Clients have one for each thread that asks at the same time."""
+from shuffle.statestore.local import LocalStore
+from shuffle.statestore.operations import check_question
+from shuffle.statestore.pending import Pending
+from shuffle.statestore.questions import Questions
+from shuffle.statestore.request import CommitRequest, Committed
+from shuffle.statestore.shipment import Progress, Shipment
+from shuffle.statestore.store import Moment
+from shuffle.statestore.wire import Header, Rows
+from shuffle.vital_threads import OnDeath, start_vital
 
 CARRIERS = 4
 """Threads that send rows of queues: so many reads may wait for the disk at once."""
@@ -70,59 +73,29 @@ _ACCEPT_AGAIN_S = 0.01
 _log = get_logger("statestore")
 
 
-class _Connection:
-    __slots__ = ("asked", "events", "gone", "received", "sending", "shipment", "sock", "unsent", "waiting")
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.received = b""
-        """The beginning of a question whose rest has not come yet."""
-        self.unsent = b""
-        """The rest of an answer for which the socket had no room."""
-        self.asked = False
-        self.sending = False
-        self.gone = False
-        """The client hung up."""
-        self.waiting: _Poll | None = None
-        self.shipment: Shipment | None = None
-        """Rows of a queue that are being sent."""
-        self.events = 0
-        """What the selector looks for on it; nothing while a carrier has it."""
-
-
-class _Poll:
-    """A read of a queue that waits for rows."""
-
-    __slots__ = ("connection", "deadline", "header")
-
-    def __init__(self, connection: _Connection, header: Header, deadline: float) -> None:
-        self.connection = connection
-        self.header = header
-        self.deadline = deadline
-
-    def __lt__(self, other: _Poll) -> bool:
-        return self.deadline < other.deadline
-
-
 class _Asked(Pending):
     """A commit that a connection waits for. The writer's thread answers it."""
 
-    __slots__ = ("_connection", "_lane", "_moment")
+    __slots__ = ("_connection", "_finished", "_lane", "_moment")
 
-    def __init__(self, request: CommitRequest, moment: Moment | None, lane: Lane, connection: _Connection) -> None:
+    def __init__(self, request: CommitRequest, moment: Moment | None, lane: Lane, connection: Connection) -> None:
         super().__init__(request)
         self._moment = moment
         self._lane = lane
         self._connection = connection
+        self._finished = False
 
     def finish(self, answer: Committed | ShuffleError) -> None:
-        self._lane.finish(self._connection, self._moment, answer)
+        # A second answer would be taken for that to the next question.
+        if not self._finished:
+            self._finished = True
+            self._lane.finish(self._connection, self._moment, answer)
 
 
 class Lane:
     """Listens, reads and answers until it is closed."""
 
-    def __init__(self, host: str, store: LocalStore, questions: Questions) -> None:
+    def __init__(self, host: str, store: LocalStore, questions: Questions, on_death: OnDeath) -> None:
         self._store = store
         self._questions = questions
         self._selector = selectors.DefaultSelector()
@@ -144,62 +117,97 @@ class Lane:
         self._ear.setblocking(False)
         self._mouth.setblocking(False)
         self._selector.register(self._ear, selectors.EVENT_READ, self._hear)
-        self._told: deque[Callable[[], None]] = deque()
-        """What other threads want done by this one."""
-        self._connections: set[_Connection] = set()
-        self._polls: list[_Poll] = []
+        self._told: deque[tuple[Connection | None, Callable[[], None]]] = deque()
+        """What other threads want done by this one, and for which connection."""
+        self._connections = Connections()
+        self._polls: list[Poll] = []
         self._commits: list[Pending] = []
+        self._now = self._swept_at = time.monotonic()
+        """When the last turn of the loop began, which is good enough for bounds of seconds."""
         self._carriers = ThreadPoolExecutor(CARRIERS, thread_name_prefix="store-carrier")
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="store-lane", daemon=True)
-        self._thread.start()
+        self._thread = start_vital(self._run, "store-lane", on_death)
 
     def close(self) -> None:
         """Nothing is read any more. Answers on their way have been given if the store was closed before."""
         self._closed = True
-        self._tell(lambda: None)
+        self._tell(None, lambda: None)
         self._thread.join(5)
 
     # --- the one thread ---
 
     def _run(self) -> None:
-        while not self._closed:
-            for key, events in self._selector.select(self._select_s()):
-                if not isinstance(key.data, _Connection):
-                    key.data()
-                    continue
+        try:
+            while not self._closed:
+                self._turn()
+            self._carriers.shutdown()
+            self._hear()
+        finally:
+            # Whatever the reason is, nobody is left waiting at the other end.
+            self._carriers.shutdown(wait=False)
+            for connection in self._connections:
+                self._drop(connection)
+            self._selector.close()
+            for sock in (*self._listeners, self._ear, self._mouth):
+                sock.close()
+
+    def _turn(self) -> None:
+        ready = self._selector.select(self._select_s())
+        self._now = time.monotonic()
+        for key, events in ready:
+            if not isinstance(key.data, Connection):
+                key.data()
+            elif not key.data.gone:
                 try:
-                    if events & selectors.EVENT_WRITE and key.data.shipment is not None:
-                        self._carry(key.data)
-                        continue
-                    if events & selectors.EVENT_WRITE:
-                        self._send_rest(key.data)
-                    if events & selectors.EVENT_READ:
-                        self._receive(key.data)
+                    self._ready(key.data, events)
                 except Exception as error:
-                    _log.warning("a connection of the lane is closed", error=error)
-                    self._drop(key.data)
-            if self._commits:
-                commits, self._commits = self._commits, []
-                self._store.submit(commits)
-            if self._polls:
-                self._end_polls()
-        self._carriers.shutdown()
-        self._hear()
-        for connection in list(self._connections):
-            self._drop(connection)
-        self._selector.close()
-        for sock in (*self._listeners, self._ear, self._mouth):
-            sock.close()
+                    self._failed(key.data, error)
+        if self._commits:
+            commits, self._commits = self._commits, []
+            self._store.submit(commits)
+        if self._polls:
+            self._end_polls()
+        if self._now > self._swept_at + _SELECT_S:
+            self._sweep()
+
+    def _attend(self, connection: Connection, act: Callable[..., None], *arguments: Any) -> None:
+        """Do something for one connection. Whatever goes wrong with it, nobody else notices."""
+        try:
+            act(*arguments)
+        except Exception as error:
+            self._failed(connection, error)
+
+    def _failed(self, connection: Connection, error: Exception) -> None:
+        # Clients die, and some say what nobody understands: that is no news. Anything else is our own mistake.
+        tell = _log.info if isinstance(error, OSError | ShuffleError) else _log.error
+        tell("a connection of the lane is closed", peer=connection.peer, error=error)
+        self._drop(connection)
+
+    def _ready(self, connection: Connection, events: int) -> None:
+        if events == selectors.EVENT_READ:
+            self._receive(connection)
+        elif connection.shipment is not None:
+            self._carry(connection)
+        else:
+            self._send_rest(connection)
+            if events & selectors.EVENT_READ:
+                self._receive(connection)
 
     def _select_s(self) -> float:
         if not self._polls:
             return _SELECT_S
         return min(max(self._polls[0].deadline - time.monotonic(), 0), _SELECT_S)
 
-    def _tell(self, what: Callable[[], None]) -> None:
-        """Have this thread do something. Called by any thread."""
-        self._told.append(what)
+    def _sweep(self) -> None:
+        """End the connections whose clients have stopped in the middle of a question or an answer."""
+        self._swept_at = self._now
+        for connection in self._connections.overdue(self._now):
+            _log.info("a client of the lane was silent too long", peer=connection.peer)
+            self._drop(connection)
+
+    def _tell(self, connection: Connection | None, what: Callable[[], None]) -> None:
+        """Have this thread do something for ``connection``. Called by any thread."""
+        self._told.append((connection, what))
         # With no room in the socket there are wake-ups enough in it; and after the end nobody listens.
         with contextlib.suppress(OSError):
             self._mouth.send(b"\0")
@@ -208,11 +216,15 @@ class Lane:
         with contextlib.suppress(BlockingIOError):
             self._ear.recv(_RECEIVE_BYTES)
         while self._told:
-            self._told.popleft()()
+            connection, what = self._told.popleft()
+            if connection is None:
+                what()
+            else:
+                self._attend(connection, what)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            sock, _ = listener.accept()
+            sock, address = listener.accept()
         except BlockingIOError:
             return
         except OSError as error:
@@ -220,22 +232,25 @@ class Lane:
             _log.warning("the lane cannot take a connection", error=error)
             time.sleep(_ACCEPT_AGAIN_S)
             return
-        if len(self._connections) >= CONNECTIONS_MAX:
-            # Without the greeting the client knows that nobody listens to it.
-            sock.close()
-            return
-        sock.setblocking(False)
-        send_at_once(sock)
-        try:
-            sock.send(GREETING)
-        except OSError:
-            sock.close()
-            return
-        connection = _Connection(sock)
+        peer, now = peer_of(sock, address), time.monotonic()
+        if self._connections.is_full(peer):
+            idle = self._connections.giving_way(peer, now)
+            if idle is None:
+                # Without the greeting the client knows that nobody listens to it.
+                sock.close()
+                return
+            self._drop(idle)
+        connection = Connection(sock, peer, now)
         self._connections.add(connection)
+        self._attend(connection, self._greet, connection)
+
+    def _greet(self, connection: Connection) -> None:
+        connection.sock.setblocking(False)
+        send_at_once(connection.sock)
+        connection.sock.send(GREETING)
         self._look_for(connection, selectors.EVENT_READ)
 
-    def _look_for(self, connection: _Connection, events: int) -> None:
+    def _look_for(self, connection: Connection, events: int) -> None:
         if events == connection.events:
             return
         if not connection.events:
@@ -246,25 +261,25 @@ class Lane:
             self._selector.modify(connection.sock, events, connection)
         connection.events = events
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         """The connection is over. If an answer is on its way, whoever gives it closes the socket."""
         if connection in self._connections:
             self._connections.remove(connection)
-            self._look_for(connection, 0)
+            # The selector may have lost it already, if that is what went wrong.
+            with contextlib.suppress(KeyError, ValueError, OSError):
+                self._look_for(connection, 0)
         if connection.waiting is not None:
             self._end_poll(connection)
-            connection.asked = False
         if connection.shipment is not None and not connection.sending:
             connection.shipment.close()
             connection.shipment = None
-            connection.asked = False
         connection.gone = True
-        if not (connection.asked or connection.sending):
+        if not connection.is_used:
             connection.sock.close()
 
     # --- questions ---
 
-    def _receive(self, connection: _Connection) -> None:
+    def _receive(self, connection: Connection) -> None:
         try:
             data = connection.sock.recv(_RECEIVE_BYTES)
         except BlockingIOError:
@@ -276,6 +291,9 @@ class Lane:
             return
         if connection.asked or connection.unsent:
             raise BadInput("a second question before the first was answered")
+        if not connection.received:
+            connection.since = self._now
+        connection.heard = True
         data = connection.received + data
         whole = frame_bytes(data)
         if whole is not None and whole > QUESTION_BYTES_MAX:
@@ -289,39 +307,41 @@ class Lane:
             connection.asked = True
             self._answer(connection, data)
 
-    def _refuse(self, connection: _Connection, error: ShuffleError) -> None:
+    def _refuse(self, connection: Connection, error: ShuffleError) -> None:
         """What comes after such a beginning cannot be understood: say so, and hang up."""
         with contextlib.suppress(OSError):
             connection.sock.send(encode_frame(self._questions.failed(error), None))
         self._drop(connection)
 
-    def _answer(self, connection: _Connection, data: bytes) -> None:
+    def _answer(self, connection: Connection, data: bytes) -> None:
         try:
             header, rows = decode_frame(data)
+            check_question(header)
             if not is_small(header, rows):
                 raise BadInput(f"the operation {header.get('op')!r}, or so many rows, are asked over Flight")
             if header["op"] == "commit":
                 self._commits.append(_Asked(*self._questions.commit_of(header, rows), self, connection))
+                connection.committing = True
                 return
             if header["op"] == "read":
-                self._read(connection, header, time.monotonic() + min(header["wait_ms"], WAIT_MS_MAX) / 1000)
+                self._read(connection, header, time.monotonic() + header["wait_ms"] / 1000)
                 return
             answer: tuple[Header, Any] = self._questions.answer(header, rows)
         except Exception as error:
             answer = self._questions.failed(error), None
         self._send(connection, *answer)
 
-    def _read(self, connection: _Connection, header: Header, deadline: float) -> None:
+    def _read(self, connection: Connection, header: Header, deadline: float) -> None:
         """Where the rows are; when there are none, the question waits without a thread."""
 
         def arrived() -> None:
-            self._tell(lambda: self._look_again(connection))
+            self._tell(connection, lambda: self._look_again(connection))
 
         place = header["queue"], header["partition"]
         bounds = header["begin"], header["rows"], header["bytes"]
         span = self._store.locate_or_watch(*place, *bounds, connection, arrived)
         if span is None and deadline > time.monotonic() and not self._store.closed:
-            connection.waiting = _Poll(connection, header, deadline)
+            connection.waiting = Poll(connection, header, deadline)
             heapq.heappush(self._polls, connection.waiting)
             return
         if span is None:
@@ -333,7 +353,7 @@ class Lane:
 
     # --- rows of queues ---
 
-    def _ship(self, connection: _Connection, header: Header, span: Span) -> None:
+    def _ship(self, connection: Connection, header: Header, span: Span) -> None:
         """Answer with the rows themselves, behind a frame that says how many bytes they are."""
         path = self._store.segment_path(span.file)
         answer = {"file": str(path), "offset": span.offset, "segment": span.segment_begin, "end": span.end}
@@ -342,23 +362,33 @@ class Lane:
             connection.shipment = Shipment(encode_frame(answer, None), path, span.offset, span.size_bytes)
         except FileNotFoundError:
             raise self._store.missing(path, header["queue"], header["partition"], header["begin"]) from None
-        self._carry(connection)
+        # A failure here is not an answer any more: nothing is read from the connection until it is carried.
+        self._attend(connection, self._carry, connection)
 
-    def _carry(self, connection: _Connection) -> None:
+    def _carry(self, connection: Connection) -> None:
         """Hand the connection to a carrier. Until it comes back, this thread neither uses nor closes it."""
         assert connection.shipment is not None
         self._look_for(connection, 0)
-        connection.sending = True
         self._carriers.submit(self._send_shipment, connection, connection.shipment)
+        connection.sending = True
 
-    def _send_shipment(self, connection: _Connection, shipment: Shipment) -> None:
+    def _send_shipment(self, connection: Connection, shipment: Shipment) -> None:
         """Called by a carrier."""
-        progress = shipment.send(connection.sock)
-        self._tell(lambda: self._carried(connection, progress))
+        before_bytes, progress = shipment.left_bytes, Progress.BROKEN
+        try:
+            progress = shipment.send(connection.sock)
+        except Exception as error:
+            _log.error("rows of a queue cannot be sent", peer=connection.peer, error=error)
+        taken = shipment.left_bytes < before_bytes
+        self._tell(connection, lambda: self._carried(connection, progress, taken))
 
-    def _carried(self, connection: _Connection, progress: Progress) -> None:
+    def _carried(self, connection: Connection, progress: Progress, taken: bool) -> None:
         connection.sending = False
-        if progress is Progress.FULL:
+        if taken:
+            connection.since = time.monotonic()
+        if connection.gone:
+            self._drop(connection)
+        elif progress is Progress.FULL:
             self._look_for(connection, selectors.EVENT_WRITE)
         elif progress is Progress.BROKEN:
             # Whoever has half of an answer can only ask again, on another connection.
@@ -370,7 +400,7 @@ class Lane:
             connection.asked = False
             self._look_for(connection, selectors.EVENT_READ)
 
-    def _look_again(self, connection: _Connection) -> None:
+    def _look_again(self, connection: Connection) -> None:
         poll, connection.waiting = connection.waiting, None
         if poll is None:
             return
@@ -385,22 +415,22 @@ class Lane:
         while self._polls and (self._polls[0].deadline <= now or not self._is_open(self._polls[0])):
             poll = heapq.heappop(self._polls)
             if self._is_open(poll):
-                self._end_poll(poll.connection)
+                self._attend(poll.connection, self._end_poll, poll.connection)
                 self._send(poll.connection, self._questions.located(None), None)
 
     @staticmethod
-    def _is_open(poll: _Poll) -> bool:
+    def _is_open(poll: Poll) -> bool:
         return poll.connection.waiting is poll
 
-    def _end_poll(self, connection: _Connection) -> None:
+    def _end_poll(self, connection: Connection) -> None:
         poll, connection.waiting = connection.waiting, None
         if poll is not None:
             self._store.unwatch(poll.header["queue"], poll.header["partition"], connection)
 
     # --- answers ---
 
-    def finish(self, connection: _Connection, moment: Moment | None, answer: Committed | ShuffleError) -> None:
-        """Answer a commit. Called by the writer."""
+    def finish(self, connection: Connection, moment: Moment | None, answer: Committed | ShuffleError) -> None:
+        """Answer a commit. Called by the writer, which nothing that happens here may stop."""
         if moment is not None:
             self._store.release_moment(moment)
         if isinstance(answer, ShuffleError):
@@ -408,14 +438,12 @@ class Lane:
         else:
             self._send(connection, self._questions.committed(answer), None)
 
-    def _send(self, connection: _Connection, header: Header, rows: Rows | None) -> None:
+    def _send(self, connection: Connection, header: Header, rows: Rows | None) -> None:
         """Give the answer to what the connection asked. Called by this thread or by the writer."""
-        data = encode_frame(header, rows)
-        if len(data) > ANSWER_BYTES_MAX:
-            data = encode_frame({**header, "elsewhere": True}, None)
+        data = self._encoded(header, rows)
         connection.sending = True
         # Before it is sent: the client's next question may be here before this thread goes on.
-        connection.asked = False
+        connection.asked = connection.committing = False
         try:
             sent = connection.sock.send(data)
         except BlockingIOError:
@@ -424,16 +452,26 @@ class Lane:
             # The client is gone, as the selector will notice.
             sent = len(data)
         if sent < len(data):
+            connection.since = time.monotonic()
             connection.unsent = data[sent:]
-            self._tell(lambda: self._send_rest(connection))
+            self._tell(connection, lambda: self._send_rest(connection))
         connection.sending = False
         if connection.gone:
             connection.sock.close()
 
-    def _send_rest(self, connection: _Connection) -> None:
+    def _encoded(self, header: Header, rows: Rows | None) -> bytes:
+        try:
+            data = encode_frame(header, rows)
+        except Exception as error:
+            _log.error("an answer cannot be told", error=error)
+            return encode_frame(self._questions.failed(error), None)
+        return data if len(data) <= ANSWER_BYTES_MAX else encode_frame({**header, "elsewhere": True}, None)
+
+    def _send_rest(self, connection: Connection) -> None:
         if connection.gone:
             return
         with contextlib.suppress(BlockingIOError):
             sent = connection.sock.send(connection.unsent)
             connection.unsent = connection.unsent[sent:]
+            connection.since = time.monotonic()
         self._look_for(connection, selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0))

@@ -19,8 +19,8 @@ from itertools import accumulate, pairwise
 
 from shuffle.errors import BadInput
 from shuffle.limits import KIB, MIB, TICKET_BYTES_MAX
-from statestore.buffers import bytes_of
-from statestore.wire import Header, Rows, decode_header, encode_header
+from shuffle.statestore.buffers import bytes_of
+from shuffle.statestore.wire import Header, Rows, decode_header, encode_header
 
 GREETING = b"statestore lane 1\n"
 

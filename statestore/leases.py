@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shuffle.errors import BadInput, Expired, TooLarge
-from shuffle.limits import KIB, NAME_BYTES_MAX
+from shuffle.limits import KIB, MIB, NAME_BYTES_MAX
 
 TTL_MS_MIN = 100
 """Shorter than this, a busy network alone makes members come and go."""
@@ -31,13 +31,21 @@ GROUP_MEMBERS_MAX = 100_000
 GROUPS_MAX = 100_000
 """Groups with members, in all."""
 
+LEASES_MAX = 100_000
+"""Members of all groups together."""
+
+ATTRIBUTES_IN_ALL_BYTES_MAX = 64 * MIB
+"""Attributes of all members together: they are in memory alone."""
+
 
 @dataclass(frozen=True)
 class Member:
     """One member of a group, as others see it."""
 
     name: str
+    """The name under which it has registered."""
     attributes: Mapping[str, str]
+    """What it says about itself, for example its address."""
 
 
 @dataclass(slots=True)
@@ -46,6 +54,7 @@ class _Held:
     member: Member
     ttl_ms: int
     expires_ms: int
+    attributes_bytes: int
 
 
 class LeaseTable:
@@ -56,6 +65,8 @@ class LeaseTable:
         given before, or holders of old ids could be taken for new ones."""
         self._last_id = first_id - 1
         self._held: dict[int, _Held] = {}
+        self._attributes_bytes = 0
+        """Of all members."""
         self._groups: dict[str, dict[str, int]] = {}
         self._revisions: dict[str, int] = {}
         # (not before this millisecond, lease id): renewals leave the entry alone, so it may be early, never late.
@@ -65,7 +76,7 @@ class LeaseTable:
         """The id of a new lease. A lease that this member held before is over."""
         _check_name("group", group)
         _check_name("member", member)
-        _check_attributes(group, member, attributes)
+        attributes_bytes = _check_attributes(group, member, attributes)
         if not isinstance(ttl_ms, int) or isinstance(ttl_ms, bool) or not TTL_MS_MIN <= ttl_ms <= TTL_MS_MAX:
             raise BadInput(
                 f"group {group!r}, member {member!r}: a time to live of {ttl_ms!r} ms is not between {TTL_MS_MIN} and"
@@ -73,11 +84,13 @@ class LeaseTable:
                 group=group,
                 member=member,
             )
-        self._check_room(group, member, now_ms)
+        self._check_room(group, member, attributes_bytes, now_ms)
         members = self._groups.setdefault(group, {})
-        self._held.pop(members.get(member, -1), None)
+        self._forget(members.get(member, -1))
         lease_id = self._next_id()
-        self._held[lease_id] = _Held(group, Member(member, dict(attributes)), ttl_ms, now_ms + ttl_ms)
+        given = Member(member, dict(attributes))
+        self._held[lease_id] = _Held(group, given, ttl_ms, now_ms + ttl_ms, attributes_bytes)
+        self._attributes_bytes += attributes_bytes
         members[member] = lease_id
         self._push(now_ms + ttl_ms, lease_id)
         self._changed(group)
@@ -143,8 +156,20 @@ class LeaseTable:
         """The groups that have members, by name."""
         return sorted(self._groups)
 
-    def _check_room(self, group: str, member: str, now_ms: int) -> None:
+    def _check_room(self, group: str, member: str, attributes_bytes: int, now_ms: int) -> None:
+        if len(self._held) >= LEASES_MAX or self._attributes_bytes + attributes_bytes > ATTRIBUTES_IN_ALL_BYTES_MAX:
+            self.expire(now_ms)
         members = self._groups.get(group)
+        held = self._held.get((members or {}).get(member, -1))
+        if held is None and len(self._held) >= LEASES_MAX:
+            raise TooLarge(f"group {group!r}: there are {LEASES_MAX} members of groups already", limit=LEASES_MAX)
+        more_bytes = attributes_bytes - (0 if held is None else held.attributes_bytes)
+        if self._attributes_bytes + more_bytes > ATTRIBUTES_IN_ALL_BYTES_MAX:
+            raise TooLarge(
+                f"group {group!r}, member {member!r}: the attributes of all members would be more than "
+                f"{ATTRIBUTES_IN_ALL_BYTES_MAX} bytes",
+                limit=ATTRIBUTES_IN_ALL_BYTES_MAX,
+            )
         if members is None:
             if len(self._groups) >= GROUPS_MAX:
                 raise TooLarge(f"group {group!r}: there are {GROUPS_MAX} groups already", group=group, limit=GROUPS_MAX)
@@ -159,13 +184,18 @@ class LeaseTable:
                 )
 
     def _drop(self, lease_id: int, held: _Held) -> None:
-        del self._held[lease_id]
+        self._forget(lease_id)
         members = self._groups[held.group]
         del members[held.member.name]
         self._changed(held.group)
         if not members:
             del self._groups[held.group]
             del self._revisions[held.group]
+
+    def _forget(self, lease_id: int) -> None:
+        held = self._held.pop(lease_id, None)
+        if held is not None:
+            self._attributes_bytes -= held.attributes_bytes
 
     def _changed(self, group: str) -> None:
         self._revisions[group] = self._next_id()
@@ -192,7 +222,8 @@ def _check_name(what: str, name: str) -> None:
         )
 
 
-def _check_attributes(group: str, member: str, attributes: Mapping[str, str]) -> None:
+def _check_attributes(group: str, member: str, attributes: Mapping[str, str]) -> int:
+    """How many bytes they are."""
     bytes_total = 0
     for name, value in attributes.items():
         if not isinstance(name, str) or not isinstance(value, str):
@@ -209,3 +240,4 @@ def _check_attributes(group: str, member: str, attributes: Mapping[str, str]) ->
             member=member,
             limit=ATTRIBUTES_BYTES_MAX,
         )
+    return bytes_total

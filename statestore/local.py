@@ -7,13 +7,10 @@ next group gathers. Readers see only published moments, so nobody ever sees what
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import threading
 import time
 import uuid
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,72 +22,70 @@ from shuffle.errors import (
     BadInput,
     CommitUnknown,
     CorruptData,
-    Expired,
     ShuffleError,
     StoreError,
     StoreUnavailable,
+    ThreadDied,
     TooLarge,
+    one_line,
 )
 from shuffle.limits import BATCH_BYTES_MAX, MIB, TRANSACTION_BYTES_MAX, WAIT_MS_MAX
-from statestore.buffers import Binary, listed
-from statestore.disk import SegmentDisk, map_range
-from statestore.engine import Engine
-from statestore.folder import StoreFolder
-from statestore.group import Group, Span
-from statestore.leases import Member
-from statestore.pending import Awaited, Pending
-from statestore.request import CatalogueChange, CommitRequest, Committed
-from statestore.rocks import Rocks
-from statestore.schema import QueueSchema, TableSchema
-from statestore.segment import decode_payload
-from statestore.storage import KeyView
-from statestore.store import Moment, QueueRead
-from statestore.watched_leases import WatchedLeases
-
-GROUP_COMMITS_MAX = 1024
-"""Commits in one group: enough to keep the disk busy, few enough that the first of them does not wait long."""
-
-GROUP_BYTES_MAX = 64 * MIB
-"""Bytes in one group; the commit that exceeds it is still taken."""
+from shuffle.logs import get_logger
+from shuffle.statestore.buffers import Binary, listed
+from shuffle.statestore.catalogue import QueueEntry, TableEntry
+from shuffle.statestore.disk import map_range
+from shuffle.statestore.folder import StoreFolder, folder_path
+from shuffle.statestore.group import Group, Span
+from shuffle.statestore.leases import Member
+from shuffle.statestore.moments import Moments
+from shuffle.statestore.opening import open_parts
+from shuffle.statestore.pending import Awaited, CommitQueue, Pending
+from shuffle.statestore.request import Append, CatalogueChange, CommitRequest, Committed, counted
+from shuffle.statestore.schema import QueueSchema, TableSchema
+from shuffle.statestore.storage import KeyView
+from shuffle.statestore.store import Moment, QueueRead
+from shuffle.statestore.watched_leases import WatchedLeases
+from shuffle.vital_threads import start_vital
 
 SCAN_BYTES_MAX = 16 * MIB
 """Bytes in one chunk of a scan."""
 
 _HOUSEKEEPING_S = 0.5
+_MARKER_SYNC_S = 1.0
+"""A power cut takes back no more of the marker than this. Each sync costs the commits behind it a few milliseconds."""
+
 _CLOSED_BEFORE = "the state store was closed before the commit was looked at"
-_STOP = None
+
+_log = get_logger("statestore")
 
 
 class LocalStore:
     """A ``Store`` on a folder of this machine."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._folder = StoreFolder(Path(path).absolute())
+        self._folder = StoreFolder(folder_path(path))
         try:
-            self._disk = SegmentDisk(self._folder.segments)
-            self._rocks = Rocks(self._folder.rocks)
-            self._engine = Engine(self._rocks, self._disk, _wall_ms())
+            self._opened = open_parts(self._folder, _wall_ms())
         except BaseException:
             self._folder.close()
             raise
+        self._rocks, self._disk = self._opened.rocks, self._opened.disk
+        self._engine, self._marker = self._opened.engine, self._opened.marker
         self._lock = threading.Lock()
         self._watchers: dict[tuple[int, int], dict[object, Callable[[], None]]] = {}
         """Per partition: who wants to be told, once, that it has changed."""
-        self._published: tuple[int, KeyView] = (self._engine.version, self._rocks.view())
-        self._moments: dict[int, tuple[int, KeyView]] = {}
-        self._open_versions: Counter[int] = Counter()
-        self._moment_ids = 0
-        self._abandoned: deque[Moment] = deque()
+        self._moments = Moments(self._engine.version, self._rocks.view())
+        self._marker_sync_at = 0.0
         self._leases = WatchedLeases()
         self._groups_written = 0
         self._commits_written = 0
         self._failed: ShuffleError | None = None
         self._closed = False
-        self._commits: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
-        self._left_over: list[Pending | None] = []
-        """Taken out of the queue, but not fit for the group at hand: the next one begins with it."""
-        self._writer = threading.Thread(target=self._write_groups, name="store-writer", daemon=True)
-        self._writer.start()
+        self._commits = CommitQueue()
+        self.on_failure: Callable[[ShuffleError], None] = lambda error: None
+        """Told when the store cannot be used any more. A daemon ends then; a user's own process is left alone, and
+        every call raises the error."""
+        self._writer = start_vital(self._write_groups, "store-writer", self.fail)
 
     # --- the catalogue ---
 
@@ -108,27 +103,16 @@ class LocalStore:
     # --- moments ---
 
     def open_moment(self) -> Moment:
+        self._check_usable()
         with self._lock:
-            self._moment_ids += 1
-            version, view = self._published
-            self._moments[self._moment_ids] = version, view
-            self._open_versions[version] += 1
-            return Moment(self._moment_ids, version)
+            return self._moments.open()
 
     def abandon_moment(self, moment: Moment) -> None:
-        self._abandoned.append(moment)
-
-    def _release_abandoned(self) -> None:
-        while self._abandoned:
-            self.release_moment(self._abandoned.popleft())
+        self._moments.abandon(moment)
 
     def release_moment(self, moment: Moment) -> None:
         with self._lock:
-            found = self._moments.pop(moment.moment_id, None)
-            if found is not None:
-                self._open_versions[found[0]] -= 1
-                if not self._open_versions[found[0]]:
-                    del self._open_versions[found[0]]
+            self._moments.release(moment)
 
     def share_moment(self, ttl_ms: int) -> Moment:
         raise BadInput(
@@ -139,18 +123,14 @@ class LocalStore:
         self._view(moment)
 
     def _view(self, moment: Moment | None) -> KeyView:
+        self._check_usable()
         with self._lock:
-            if moment is None:
-                return self._published[1]
-            found = self._moments.get(moment.moment_id)
-        if found is None:
-            raise Expired("the snapshot or transaction is over: it was released, or its client was silent too long")
-        return found[1]
+            return self._moments.view(moment)
 
     # --- reading tables ---
 
     def get(self, moment: Moment | None, table_id: int, keys: Binary) -> Binary:
-        self._check_table(table_id)
+        self._table(table_id).check_prefix(keys)
         values = self._view(moment).get_many(listed(keys))
         return values if isinstance(keys, list) else pa.array(values, pa.binary())
 
@@ -165,7 +145,7 @@ class LocalStore:
     def scan(
         self, moment: Moment | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
     ) -> tuple[pa.BinaryArray, pa.BinaryArray]:
-        self._check_table(table_id)
+        self._table(table_id).check_range(begin, end)
         pairs = self._view(moment).scan(begin, end, reverse)
         keys: list[bytes] = []
         values: list[bytes] = []
@@ -178,9 +158,13 @@ class LocalStore:
                 break
         return pa.array(keys, pa.binary()), pa.array(values, pa.binary())
 
-    def _check_table(self, table_id: int) -> None:
+    def _table(self, table_id: int) -> TableEntry:
         with self._lock:
-            self._engine.catalogue.table(table_id)
+            return self._engine.catalogue.table(table_id)
+
+    def _queue(self, queue_id: int) -> QueueEntry:
+        with self._lock:
+            return self._engine.catalogue.queue(queue_id)
 
     # --- writing ---
 
@@ -191,7 +175,20 @@ class LocalStore:
             if moment is not None:
                 self.release_moment(moment)
 
+    def look_into(self, request: CommitRequest) -> None:
+        """Check all rows of a commit, in the thread of who asks for it: there is only one writer.
+
+        What rows of a table or queue look like never changes, so it need not be done again.
+        """
+        for write in request.writes:
+            self._table(write.table_id).checked(write)
+        for append in request.appends:
+            if isinstance(append, Append):
+                entry = self._queue(append.queue_id)
+                append.count_rows(entry.schema, entry.not_null)
+
     def _commit(self, request: CommitRequest) -> Committed:
+        self.look_into(request)
         pending = Awaited(request)
         self.submit([pending])
         while not pending.wait(1.0):
@@ -214,15 +211,13 @@ class LocalStore:
     def _write_groups(self) -> None:
         housekeeping_at = time.monotonic() + _HOUSEKEEPING_S
         while True:
-            try:
-                first = self._left_over.pop() if self._left_over else self._commits.get(timeout=_HOUSEKEEPING_S)
-            except queue.Empty:
+            group = self._commits.next_group(_HOUSEKEEPING_S)
+            if group is None:
+                self._commits.refuse_all(StoreUnavailable(_CLOSED_BEFORE))
+                return
+            if not group:
                 self._collect_garbage()
                 continue
-            if first is _STOP:
-                self._refuse_the_rest()
-                return
-            group = self._gather(first)
             self._groups_written += 1
             self._commits_written += len(group)
             try:
@@ -236,41 +231,38 @@ class LocalStore:
                 self._collect_garbage()
                 housekeeping_at = time.monotonic() + _HOUSEKEEPING_S
 
-    def _refuse_the_rest(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                pending = self._commits.get_nowait()
-                if pending is not _STOP:
-                    pending.finish(StoreUnavailable(_CLOSED_BEFORE))
+    def fail(self, error: ShuffleError) -> None:
+        """A thread that this store depends on is dead: nothing is right from now on, and everybody is told so."""
+        self._failed = self._failed or error
+        self._commits.refuse_all(self._failed)
+        self.on_failure(self._failed)
 
-    def _gather(self, first: Pending) -> list[Pending]:
-        """``first`` and whatever waits behind it, within the bounds of a group."""
-        group = [first]
-        size_bytes = first.size_bytes
-        # Changes of the catalogue go alone: what the others were checked against must not change under them.
-        while first.request.catalogue is None and len(group) < GROUP_COMMITS_MAX and size_bytes < GROUP_BYTES_MAX:
-            try:
-                pending = self._commits.get_nowait()
-            except queue.Empty:
-                break
-            if pending is _STOP or pending.request.catalogue is not None:
-                self._left_over.append(pending)
-                break
-            group.append(pending)
-            size_bytes += pending.size_bytes
-        return group
+    def _check_usable(self) -> None:
+        if isinstance(self._failed, ThreadDied):
+            raise self._failed
 
     def _write_group(self, waiting: list[Pending]) -> None:
-        self._release_abandoned()
         if self._failed is not None:
             for pending in waiting:
                 pending.finish(self._failed)
             return
         with self._lock:
-            oldest_version = min(self._open_versions, default=self._published[0])
-        group = self._engine.prepare([pending.request for pending in waiting], oldest_version)
+            self._moments.release_abandoned()
+            oldest_version = self._moments.oldest_version
+        try:
+            group = self._engine.prepare([pending.request for pending in waiting], oldest_version)
+        except Exception as error:
+            # Nothing was written, and nothing of it is in memory: the next group may go well.
+            _log.error("a group of commits was refused", commits=len(waiting), error=error)
+            refusal = StoreError(f"the state store cannot take commits now ({one_line(error)}): nothing was written")
+            for pending in waiting:
+                pending.finish(refusal)
+            return
         try:
             self._engine.persist(group)
+            if group.changed:
+                # After the log's sync and before any answer: the marker says what is durable, all of it and no more.
+                self._marker.acknowledge(self._engine.version)
         except ShuffleError as error:
             self._answer_failed(waiting, group, error)
             return
@@ -278,13 +270,13 @@ class LocalStore:
         crash_points.reach("store.before_answer")
         for pending, answer in zip(waiting, group.answers, strict=True):
             pending.finish(answer)
-        self._engine.remove_files(unused)
+        self._remove_files(unused)
 
     def _publish(self, group: Group) -> list[str]:
         with self._lock:
             unused = self._engine.apply(group)
             if group.changed:
-                self._published = (self._engine.version, self._rocks.view())
+                self._moments.publish(self._engine.version, self._rocks.view())
             told = self._take_watchers(group.queues)
         for tell in told:
             tell()
@@ -299,27 +291,42 @@ class LocalStore:
             pending.finish(answer if isinstance(answer, ShuffleError) else error)
 
     def _collect_garbage(self) -> None:
-        self._release_abandoned()
-        self._engine.remove_files(self._engine.staged.collect(_wall_ms()))
+        with self._lock:
+            self._moments.release_abandoned()
+        self._remove_files(self._engine.staged.collect(_wall_ms()))
+        if time.monotonic() >= self._marker_sync_at:
+            self._marker_sync_at = time.monotonic() + _MARKER_SYNC_S
+            try:
+                self._marker.sync()
+            except ShuffleError as error:
+                self._failed = StoreError(f"the state store must be restarted: {error.message}")
+
+    def _remove_files(self, names: Sequence[str]) -> None:
+        try:
+            self._engine.remove_files(names)
+        except OSError as error:
+            # Nothing refers to them: the next opening of the store finds them again.
+            _log.warning("files that are not needed any more cannot be removed", error=error)
 
     # --- queues ---
 
     def stage(self, queue_id: int, payloads: Sequence[pa.Buffer], ttl_ms: int) -> str:
-        with self._lock:
-            entry = self._engine.catalogue.queue(queue_id)
+        self._check_usable()
+        entry = self._queue(queue_id)
         if sum(payload.size for payload in payloads) > TRANSACTION_BYTES_MAX:
             raise TooLarge(f"queue {entry.schema.name!r}: stage at most {TRANSACTION_BYTES_MAX} bytes at a time")
         self._engine.check_room(sum(payload.size for payload in payloads))
-        counted = [(decode_payload(payload, entry.schema.schema).num_rows, payload) for payload in payloads]
+        rows = counted(payloads, entry.schema, entry.not_null)
         staged_id = uuid.uuid4().hex
-        counted = [(rows, payload) for rows, payload in counted if rows]
-        self._engine.staged.add(staged_id, queue_id, entry.header, counted, ttl_ms, _wall_ms())
+        filled = [(count, payload) for count, payload in zip(rows, payloads, strict=True) if count]
+        self._engine.staged.add(staged_id, queue_id, entry.header, filled, ttl_ms, _wall_ms())
         return staged_id
 
     def discard(self, staged_id: str) -> None:
         self._engine.staged.expire(staged_id)
 
     def bounds(self, queue_id: int) -> list[tuple[int, int]]:
+        self._check_usable()
         with self._lock:
             return self._engine.bounds(queue_id)
 
@@ -374,6 +381,7 @@ class LocalStore:
 
         It is called by the writer, so it must be short. ``watcher`` is who to ``unwatch``.
         """
+        self._check_usable()
         with self._lock:
             span = self._engine.locate(
                 queue_id, partition, begin, max(max_rows, 1), min(max(max_bytes, 1), BATCH_BYTES_MAX)
@@ -422,6 +430,8 @@ class LocalStore:
             found["total"]["open_moments"] = len(self._moments)
             found["total"]["commits"] = self._commits_written
             found["total"]["groups"] = self._groups_written
+            found["total"]["marker_bytes"] = self._marker.written_bytes
+            found["total"]["marker_syncs"] = self._marker.syncs
         return found
 
     @property
@@ -441,6 +451,11 @@ class LocalStore:
     def folder(self) -> Path | None:
         return self._folder.path
 
+    @property
+    def store_id(self) -> str:
+        """Of the store on this disk, whoever serves it and however often it was started."""
+        return self._marker.store_id.hex()
+
     def announce(self, address: str) -> None:
         self._folder.announce(address)
 
@@ -452,28 +467,16 @@ class LocalStore:
         if self._closed:
             return
         self._closed = True
-        self._commits.put(_STOP)
+        self._commits.stop()
         self._writer.join(60)
         with self._lock:
             told = self._take_watchers(list(self._watchers))
-            self._moments.clear()
-            self._published = (self._engine.version, _ClosedView())
+            self._moments.close()
         for tell in told:
             tell()
         self._leases.close()
-        self._disk.close()
-        self._rocks.close()
+        self._opened.close()
         self._folder.close()
-
-
-class _ClosedView:
-    """What is left to read from after ``close``."""
-
-    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        raise StoreUnavailable("the state store is closed")
-
-    def scan(self, begin: bytes, end: bytes | None, reverse: bool = False) -> Any:
-        raise StoreUnavailable("the state store is closed")
 
 
 def _wall_ms() -> int:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shuffle.errors import BadInput, CommitConflict, ShuffleError, StoreUnavailable, to_wire
-from statestore.buffers import listed
-from statestore.group import Span
-from statestore.held import Held
-from statestore.local import LocalStore
-from statestore.request import CommitRequest, Committed
-from statestore.store import Moment
-from statestore.wire import Header, Rows, as_buffers, decode_commit, rows_of, unpack_sections
-
-SCAN_ROWS_MAX = 1_000_000
+from shuffle.errors import BadInput, CommitConflict, ShuffleError, StoreUnavailable, one_line, to_wire
+from shuffle.logs import get_logger
+from shuffle.statestore.buffers import listed, nulls_in
+from shuffle.statestore.group import Span
+from shuffle.statestore.held import Held
+from shuffle.statestore.local import LocalStore
+from shuffle.statestore.request import CommitRequest, Committed
+from shuffle.statestore.store import Moment
+from shuffle.statestore.wire import Header, Rows, as_buffers, decode_commit, rows_of, unpack_sections
 
 Answer = tuple[Header, Rows | None]
 
+_log = get_logger("statestore")
+
 
 class Questions:
-    """One method for each operation. Safe to use from many threads."""
+    """One method for each operation. Safe to use from many threads.
+
+    The fields of a header are what ``operations`` says they are: whoever takes a question in has checked it.
+    """
 
     def __init__(self, store: LocalStore, held: Held) -> None:
         self._store = store
@@ -36,9 +40,9 @@ class Questions:
         }
 
     def answer(self, header: Header, rows: Rows | None) -> Answer:
-        handler = self._handlers.get(header.get("op", ""))
+        handler = self._handlers.get(header["op"])
         if handler is None:
-            raise BadInput(f"unknown operation {header.get('op')!r}")
+            raise BadInput(f"the operation {header['op']!r} is asked over the lane")
         return handler(header, rows)
 
     def failed(self, error: Exception) -> Header:
@@ -51,10 +55,9 @@ class Questions:
             return StoreUnavailable("the state store is shutting down")
         if isinstance(error, ShuffleError):
             return error
-        if isinstance(error, KeyError | TypeError | ValueError):
-            return BadInput(f"not a question this store understands: {error!r}")
+        _log.error("a question could not be answered", error=error)
         # The client gets a sentence, not a traceback.
-        return ShuffleError(f"{type(error).__name__}: {error}")
+        return ShuffleError(one_line(error))
 
     # --- reading tables ---
 
@@ -81,10 +84,12 @@ class Questions:
         return {"moment": moment.moment_id, "version": moment.version}, rows_of(None, values)
 
     def _scan(self, header: Header, rows: Rows | None) -> Answer:
-        [begin], [end] = (listed(column) for column in _given(rows))
-        rows_max = min(max(int(header["rows"]), 1), SCAN_ROWS_MAX)
+        begins, ends = (listed(column) for column in _given(rows))
+        if len(begins) != 1 or begins[0] is None:
+            raise BadInput(f"a scan is asked with one row, its begin and its end, not with {len(begins)} rows")
+        bounds = begins[0], ends[0]
         return {}, self._store.scan(
-            self._moment(header), header["table"], begin, end, rows_max, bool(header["reverse"])
+            self._moment(header), header["table"], *bounds, header["rows"], bool(header.get("reverse"))
         )
 
     # --- writing ---
@@ -94,22 +99,35 @@ class Questions:
 
     def commit_of(self, header: Header, rows: Rows | None) -> tuple[CommitRequest, Moment | None]:
         """The commit that is asked for, and the moment it read at, which its client holds no longer."""
-        request = decode_commit(header.get("version"), *unpack_sections(header["sections"], rows))
+        request = decode_commit(header.get("version"), *unpack_sections(header.get("sections"), rows))
+        moment = self._taken(header)
+        try:
+            self._store.look_into(request)
+        except BaseException:
+            if moment is not None:
+                self._store.release_moment(moment)
+            raise
+        return request, moment
+
+    def _taken(self, header: Header) -> Moment | None:
         if header.get("moment") is None:
-            return request, None
+            return None
         moment = self._held.take(header["session"], header["moment"])
         if moment is None:
             raise CommitConflict(
                 "the transaction cannot commit: its client was silent too long; nothing was written, run it again"
             )
-        return request, moment
+        return moment
 
     @staticmethod
     def committed(answer: Committed) -> Header:
         return {"version": answer.version, "appended": answer.appended}
 
     def _stage(self, header: Header, rows: Rows | None) -> Answer:
-        payloads = as_buffers(_given(rows)[1])
+        values = _given(rows)[1]
+        if nulls_in(values):
+            raise BadInput("a null among the rows to stage")
+        payloads = as_buffers(values)
         return {"staged": self._store.stage(header["queue"], payloads, header["ttl_ms"])}, None
 
     def _discard(self, header: Header, rows: Rows | None) -> Answer:

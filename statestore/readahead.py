@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from statestore.store import QueueRead
+from shuffle.statestore.store import QueueRead
 
 PARTITIONS_MAX = 64
 """Partitions that are followed at once."""

@@ -13,24 +13,25 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from shuffle import flight
-from shuffle.errors import BadInput, CommitUnknown, Expired, ShuffleError, StoreUnavailable
+from shuffle.errors import BadInput, CommitUnknown, Expired, ShuffleError, StoreUnavailable, ThreadDied
 from shuffle.limits import MIB, WAIT_MS_MAX
-from statestore.buffers import Binary, bytes_of
-from statestore.control_client import ControlClient, StoreInfo
-from statestore.disk import map_range
-from statestore.folder import served_at
-from statestore.group import Span
-from statestore.lane_frames import is_small
-from statestore.leases import Member
-from statestore.readahead import Question, ReadAhead
-from statestore.request import CatalogueChange, CommitRequest, Committed, CreateQueue, CreateTable
-from statestore.schema import QueueSchema, TableSchema
-from statestore.segment import split_records
-from statestore.sessions import SESSION_TTL_MS_DEFAULT
-from statestore.sockets import Place, SocketPool
-from statestore.store import Moment, QueueRead
-from statestore.streams import Answer, NothingSent, StreamPool
-from statestore.wire import Header, Rows, as_values, encode_commit, pack_sections, rows_of
+from shuffle.statestore.buffers import Binary, bytes_of
+from shuffle.statestore.control_client import ControlClient, StoreInfo
+from shuffle.statestore.disk import map_range
+from shuffle.statestore.folder import served_at
+from shuffle.statestore.group import Span
+from shuffle.statestore.lane_frames import is_small
+from shuffle.statestore.leases import Member
+from shuffle.statestore.readahead import Question, ReadAhead
+from shuffle.statestore.request import CatalogueChange, CommitRequest, Committed, CreateQueue, CreateTable
+from shuffle.statestore.schema import QueueSchema, TableSchema
+from shuffle.statestore.segment import split_records
+from shuffle.statestore.sessions import SESSION_TTL_MS_DEFAULT
+from shuffle.statestore.sockets import Place, SocketPool
+from shuffle.statestore.store import Moment, QueueRead
+from shuffle.statestore.streams import Answer, NothingSent, StreamPool
+from shuffle.statestore.wire import Header, Rows, as_values, encode_commit, pack_sections, rows_of
+from shuffle.vital_threads import start_vital
 
 T = TypeVar("T")
 
@@ -76,7 +77,9 @@ class RemoteStore:
         self._session_id = 0
         self._session_lock = threading.Lock()
         self._closed = threading.Event()
-        self._streams = StreamPool(self._connect, self._address)
+        self._failed: ThreadDied | None = None
+        """A thread that this client depends on is dead. The process is its user's, so every call says so instead."""
+        self._streams = StreamPool(self._connect, self._address, self._fail)
         self._sockets = SocketPool(self._lane_place, self._address)
         self._renewer: threading.Thread | None = None
         try:
@@ -111,7 +114,12 @@ class RemoteStore:
         found = address.partition("://")[2]
         return self._target.rpartition(":")[0] + found if found.startswith(":") else found
 
+    def _fail(self, error: ThreadDied) -> None:
+        self._failed = error
+
     def _call(self, method: str, **fields: Any) -> dict[str, Any]:
+        if self._failed is not None:
+            raise self._failed
         return self._control.call(method, self._timeout_s, **fields)
 
     def _ask(self, header: Header, rows: Rows | None = None, wait_ms: int = 0) -> Answer:
@@ -126,9 +134,11 @@ class RemoteStore:
             try:
                 return ask()
             except NothingSent as error:
-                raise StoreUnavailable(str(error), address=self._address) from None
+                raise StoreUnavailable(str(error), address=self._address) from error
 
     def _ask_once(self, header: Header, rows: Rows | None, timeout_s: float) -> Answer:
+        if self._failed is not None:
+            raise self._failed
         if not is_small(header, rows):
             return self._streams.ask(header, rows, timeout_s)
         answer, found = self._sockets.ask(header, rows, timeout_s)
@@ -146,8 +156,7 @@ class RemoteStore:
             if not self._session_id:
                 self._session_id = self._open_session(self._session_ttl_ms)
                 if self._renewer is None:
-                    self._renewer = threading.Thread(target=self._renew_session, name="store-session", daemon=True)
-                    self._renewer.start()
+                    self._renewer = start_vital(self._renew_session, "store-session", self._fail)
             return self._session_id
 
     def _open_session(self, ttl_ms: int) -> int:
@@ -259,12 +268,17 @@ class RemoteStore:
             header["version"] = request.reads.version
         if moment is not None:
             header |= {"session": self._session_id, "moment": moment.moment_id}
+        timeout_s = self._timeout_s + _work_s(rows)
         try:
-            answer, _ = self._ask_once(header, rows, self._timeout_s + _work_s(rows))
+            try:
+                answer, _ = self._ask_once(header, rows, timeout_s)
+            except NothingSent:
+                # As good as not asked, and another connection may be better; no commit is ever asked twice otherwise.
+                answer, _ = self._ask_once(header, rows, timeout_s)
         except NothingSent as error:
-            raise StoreUnavailable(f"{error}: nothing was committed", address=self._address) from None
+            raise StoreUnavailable(f"{error}: nothing was committed", address=self._address) from error
         except StoreUnavailable as error:
-            raise CommitUnknown(f"{error.message}: the commit may or may not have happened; read the state") from None
+            raise CommitUnknown(f"{error.message}: the commit may or may not have happened; read the state") from error
         return Committed(answer["version"], tuple((begin, end) for begin, end in answer["appended"]))
 
     def stage(self, queue_id: int, payloads: Sequence[pa.Buffer], ttl_ms: int) -> str:

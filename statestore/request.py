@@ -13,9 +13,11 @@ import pyarrow as pa
 
 from shuffle.errors import BadInput, SequenceError
 from shuffle.limits import NAME_BYTES_MAX
-from statestore.buffers import Binary, bytes_of
-from statestore.schema import QueueSchema, TableSchema
-from statestore.validation import KeyRange
+from shuffle.statestore.buffers import Binary, bytes_of
+from shuffle.statestore.schema import QueueSchema, TableSchema
+from shuffle.statestore.segment import checked_rows
+from shuffle.statestore.storage import Pairs
+from shuffle.statestore.validation import KeyRange
 
 
 @dataclass(slots=True)
@@ -35,6 +37,8 @@ class TableWrite:
     keys: Binary
     values: Binary
     size_bytes: int = field(init=False)
+    pairs: Pairs | None = None
+    """The same, one by one, once they were found to be rows of the table."""
 
     def __post_init__(self) -> None:
         self.size_bytes = bytes_of(self.keys) + bytes_of(self.values)
@@ -58,6 +62,14 @@ class Append:
     payloads: list[pa.Buffer]
     producer: str | None = None
     sequence: int | None = None
+    rows: list[int] | None = None
+    """Of each payload, once all of them were found to be sound."""
+
+    def count_rows(self, queue: QueueSchema, not_null: Sequence[int]) -> list[int]:
+        """The rows of each payload, after a full look inside, which is made once."""
+        if self.rows is None:
+            self.rows = counted(self.payloads, queue, not_null)
+        return self.rows
 
 
 @dataclass(slots=True)
@@ -128,11 +140,21 @@ class Committed:
     """The answer to a commit that is durable."""
 
     version: int
+    """The version of the store that this commit has made."""
     appended: tuple[tuple[int, int], ...] = ()
     """For each append, in order: the positions of its rows, from ``begin`` up to and without ``end``."""
 
 
 # --- what can be seen to be wrong without knowing the store ---
+
+
+def counted(payloads: Sequence[pa.Buffer], queue: QueueSchema, not_null: Sequence[int]) -> list[int]:
+    """The rows of each payload, which all are sound batches of the queue."""
+    try:
+        return [checked_rows(payload, queue.schema, not_null) for payload in payloads]
+    except BadInput as error:
+        raise type(error)(f"queue {queue.name!r}: {error.message}", queue=queue.name, **error.fields) from None
+
 
 SEQUENCE_MIN, SEQUENCE_MAX = -(2**63), 2**63 - 1
 

@@ -6,15 +6,17 @@ One column family holds everything, so that one snapshot is one moment of all ta
 from __future__ import annotations
 
 import re
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rocksdict import Options, Rdict, WriteBatch
+from rocksdict import AccessType, DBRecoveryMode, Options, Rdict, WriteBatch
 
-from shuffle.errors import DiskFull, StoreError, StoreLocked, StoreNotWritable
+from shuffle.errors import CorruptData, DiskFull, StoreError, StoreLocked, StoreNotWritable
 from shuffle.limits import MIB
+from shuffle.statestore.disk import map_range
 
 Pair = tuple[bytes, bytes]
 
@@ -28,10 +30,19 @@ _STATISTICS = {
     "compaction_bytes": "rocksdb.compact.write.bytes",
 }
 
+_LOG_BLOCK_BYTES = 32_768
+_LOG_HEAD = struct.Struct("<4xHB")
+_LOG_KINDS = {1, 2, 3, 4}
+"""Of the records of a log: a whole one, or the first, a middle or the last piece of one."""
+_RECYCLED_KINDS = {5, 6, 7, 8, 11}
+"""The same in a log that is written over an old one, which is never asked for here."""
+
 
 def _options() -> Options:
     options = Options(raw_mode=True)
-    options.create_if_missing(True)
+    options.create_if_missing(False)
+    # Whatever is not a whole record ends the log. Whether anything acknowledged was behind it, ``opening`` finds out.
+    options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
     options.set_write_buffer_size(64 * MIB)
     # State rows are overwritten often: the longer they stay in the memtable, the fewer versions of them are flushed.
     options.set_max_write_buffer_number(3)
@@ -45,6 +56,57 @@ def _options() -> Options:
     options.set_stats_persist_period_sec(0)
     options.enable_statistics()
     return options
+
+
+def has_database(folder: Path) -> bool:
+    """Whether there is a database, or something is left of one: RocksDB would make a new one over it."""
+    # A database begins with the file CURRENT; only after that it has a log and tables.
+    return (folder / "CURRENT").exists() or any(
+        next(folder.glob(pattern), None) is not None for pattern in ("*.log", "*.sst")
+    )
+
+
+def look(folder: Path, keys: Sequence[bytes]) -> list[bytes | None]:
+    """The values of some keys as they would be after opening the database; its files stay as they are."""
+    for path in (*folder.glob("*.log"), *folder.glob("MANIFEST-*")):
+        at = _recycled_record(path)
+        if at is not None:
+            raise CorruptData(
+                f"{path}: the record at offset {at} is none of this database: the file was damaged; restore the whole "
+                "folder of the store from a backup",
+                file=str(path),
+                offset=at,
+            )
+    try:
+        database = Rdict(str(folder), _options(), access_type=AccessType.read_only())
+    except Exception as error:
+        raise _translated(error, folder) from None
+    try:
+        return [database.get(key) for key in keys]
+    except Exception as error:
+        raise _translated(error, folder) from None
+    finally:
+        database.close()
+
+
+def _recycled_record(path: Path) -> int | None:
+    """Where a log has a record of the kind that only logs which are written over have; ours never are.
+
+    RocksDB reads on for ever when it meets one, and a single flipped bit makes one of a good record. So the heads of
+    the records are walked first: 4 B checksum, 2 B length, 1 B kind, none of them across the border of a block. After
+    anything else that is wrong, or was never written, RocksDB goes on with the next block, and so does this.
+    """
+    data = memoryview(map_range(path, 0, path.stat().st_size))
+    for block in range(0, len(data), _LOG_BLOCK_BYTES):
+        at, end = block, min(block + _LOG_BLOCK_BYTES, len(data))
+        while at + _LOG_HEAD.size <= end:
+            length, kind = _LOG_HEAD.unpack_from(data, at)
+            if kind in _RECYCLED_KINDS:
+                return at
+            if kind not in _LOG_KINDS:
+                break
+            at += _LOG_HEAD.size + length
+    return None
 
 
 class View:
@@ -112,8 +174,10 @@ class View:
 class Rocks:
     """An open database. Writes go through ``write`` and are durable after ``sync``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, create: bool = True) -> None:
+        """``create`` makes a database where there is none."""
         self._options = _options()
+        self._options.create_if_missing(create)
         try:
             self._database = Rdict(str(folder), self._options)
         except Exception as error:
@@ -171,12 +235,14 @@ class Rocks:
         return self._database.property_int_value("rocksdb.cur-size-all-mem-tables") or 0
 
     def statistics(self) -> dict[str, int]:
-        """Bytes written since the database was opened: to the log, by flushes and by compactions."""
+        """Bytes written since the database was opened (log, flushes, compactions), and bytes held in memory."""
         text: str = self._options.get_statistics() or ""
         found: dict[str, int] = {}
         for name, ticker in _STATISTICS.items():
             match = re.search(rf"^{re.escape(ticker)} COUNT : (\d+)", text, re.MULTILINE)
             found[name] = int(match.group(1)) if match else 0
+        found["memtable_bytes"] = self.unflushed_bytes()
+        found["cache_bytes"] = self._database.property_int_value("rocksdb.block-cache-usage") or 0
         return found
 
     def close(self) -> None:
@@ -185,11 +251,19 @@ class Rocks:
 
 def _translated(error: Exception, folder: Any = None) -> StoreError:
     """RocksDB speaks in sentences; these are the ones a user can do something about."""
-    text = str(error)
+    text = " ".join(str(error).split())
+    where = f" {folder}" if folder else ""
+    named = str(folder) if folder else None
     if "No space left" in text:
         return DiskFull("no space left on the disk of the state store: nothing was acknowledged, free some room")
+    if "Corruption" in text or "No such file" in text:
+        return CorruptData(
+            f"the database{where} of the state store is damaged: {text}; restore the whole folder of the store from a "
+            "backup",
+            folder=named,
+        )
     if "lock" in text.lower() and ("LOCK" in text or "temporarily unavailable" in text):
-        return StoreLocked(f"another process has the state store {folder} open", folder=str(folder))
+        return StoreLocked(f"another process has the state store {folder} open", folder=named)
     if "Permission denied" in text or "Read-only file system" in text:
-        return StoreNotWritable(f"the state store cannot be written: {text}", folder=str(folder) if folder else None)
+        return StoreNotWritable(f"the state store cannot be written: {text}", folder=named)
     return StoreError(f"RocksDB: {text}")

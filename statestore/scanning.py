@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
-from statestore.validation import KeyRange
+from shuffle.statestore.validation import KeyRange
 
 SCAN_ROWS_MAX = 16_384
 """Rows of one chunk: some milliseconds of work for the store, some megabytes for the client."""

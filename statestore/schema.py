@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from shuffle.errors import BadInput, CorruptData, NullKey, SchemaMismatch, TooLarge
 from shuffle.limits import NAME_BYTES_MAX
-from statestore.column_types import decodes_exactly, nested_types, plain_type, widens
+from shuffle.statestore.column_types import decodes_exactly, nested_types, plain_type, widens
 
 COLUMNS_MAX = 1_000
 """Columns of one table or queue. Every row pays for its columns; wider things are better kept as one binary value."""
@@ -48,10 +48,15 @@ class TableSchema:
     """A sorted table: rows by ``key``, each with ``value`` columns and the constraints they have to meet."""
 
     name: str
+    """The name of the table."""
     key: pa.Schema
+    """The columns that rows are sorted by; none of them may be null."""
     value: pa.Schema
+    """The other columns."""
     constraints: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """The CHECK constraints, by name."""
     table_id: int = 0
+    """The number that the store has given it; a table that is dropped and created anew has another one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", _normalised(self.key))
@@ -142,9 +147,13 @@ class QueueSchema:
     """A queue: ``partitions`` sequences of rows of one schema."""
 
     name: str
+    """The name of the queue."""
     schema: pa.Schema
+    """The columns of its rows."""
     partitions: int
+    """How many partitions it has."""
     queue_id: int = 0
+    """The number that the store has given it; a queue that is dropped and created anew has another one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schema", self.schema.remove_metadata())

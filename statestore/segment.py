@@ -15,12 +15,14 @@ from __future__ import annotations
 import struct
 from array import array
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 import xxhash
 
-from shuffle.errors import CorruptData, FormatTooNew, SchemaMismatch
+from shuffle.errors import BadInput, CorruptData, FormatTooNew, SchemaMismatch, TooLarge
+from shuffle.limits import BATCH_BYTES_MAX, BATCH_ROWS_MAX
 
 FORMAT = 1
 _FILE_MAGIC = b"SHUFSEG\x01"
@@ -28,6 +30,12 @@ _FILE_HEAD = struct.Struct("<8sII")
 _RECORD_MAGIC = b"REC1"
 _RECORD_HEAD = struct.Struct("<4sIQII")
 RECORD_HEAD_BYTES = _RECORD_HEAD.size + 8
+
+_MESSAGE_HEAD_BYTES = 8
+"""Of an Arrow IPC message: FFFFFFFF, and the length of the metadata."""
+_HEADER_OF_MESSAGE, _COMPRESSION = 2, 3
+"""The places of these fields in the tables ``Message`` and ``RecordBatch`` of Arrow's ``Message.fbs``."""
+_U16, _U32, _I32 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<i")
 
 
 def _padded(size: int) -> int:
@@ -122,11 +130,65 @@ def decode_batch(record: pa.Buffer, schema: pa.Schema, file: str, offset: int) -
     return head, decode_payload(record.slice(RECORD_HEAD_BYTES, head.payload_bytes), schema)
 
 
-def decode_payload(payload: pa.Buffer, schema: pa.Schema) -> pa.RecordBatch:
+def decode_payload(payload: pa.Buffer | pa.ipc.Message, schema: pa.Schema) -> pa.RecordBatch:
+    """The rows of a payload that is known to be sound: the store has taken it in, and its checksum is right."""
     try:
         return pa.ipc.read_record_batch(payload, schema)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, EOFError) as error:
         raise SchemaMismatch(f"not a record batch of the queue's schema: {error}") from None
+
+
+def checked_rows(payload: pa.Buffer, schema: pa.Schema, not_null: Sequence[int]) -> int:
+    """How many rows a payload from outside has, once all of it was found to be sound; ``BadInput`` if it is not.
+
+    ``not_null`` are the columns of the schema that must have no nulls.
+
+    From here on it is trusted by everybody who reads it. Arrow does not look at what offsets say before it uses them: a
+    batch with offsets beyond their buffer ends the process that touches it, at every start again. Nor may it be
+    compressed, as nothing of ours ever is: a few bytes could become gigabytes before anybody sees how many.
+    """
+    if payload.size > BATCH_BYTES_MAX:
+        raise TooLarge(f"a batch of {payload.size} bytes, more than {BATCH_BYTES_MAX}", limit=BATCH_BYTES_MAX)
+    try:
+        message = pa.ipc.read_message(payload)
+        compressed = _is_compressed(memoryview(message.metadata)) if message.type == "record batch" else False
+    except (pa.ArrowException, OSError, EOFError, struct.error) as error:
+        raise BadInput(f"not a message of Arrow: {error}") from None
+    body_bytes = message.body.size if message.body is not None else 0
+    if compressed or payload.size % 8 or payload.size != _MESSAGE_HEAD_BYTES + message.metadata.size + body_bytes:
+        raise BadInput("a batch is one Arrow IPC message, not compressed, a multiple of 8 bytes, and nothing behind it")
+    batch = decode_payload(message, schema)
+    try:
+        batch.validate(full=True)
+    except pa.ArrowException as error:
+        raise SchemaMismatch(f"a record batch that is broken: {error}") from None
+    if batch.num_rows > BATCH_ROWS_MAX:
+        raise TooLarge(f"a batch of {batch.num_rows} rows, more than {BATCH_ROWS_MAX}", limit=BATCH_ROWS_MAX)
+    for index in not_null:
+        if batch.column(index).null_count:
+            raise SchemaMismatch(f"null in the column {schema.names[index]!r}, which is declared not nullable")
+    return int(batch.num_rows)
+
+
+def _is_compressed(metadata: memoryview) -> bool:
+    """Whether the field ``compression`` of a record batch's header is there. Arrow itself only tells by unpacking it.
+
+    The metadata is a flatbuffer, which Arrow has verified: at its begin is where the root table is; a table begins with
+    the distance back to its list of fields, and that says where in the table each field is, or 0.
+    """
+    message = _U32.unpack_from(metadata, 0)[0]
+    header = _field_at(metadata, message, _HEADER_OF_MESSAGE)
+    return header > 0 and _field_at(metadata, header + _U32.unpack_from(metadata, header)[0], _COMPRESSION) > 0
+
+
+def _field_at(metadata: memoryview, table: int, field: int) -> int:
+    """Where a field of a table is; 0 if it is not there."""
+    fields = table - _I32.unpack_from(metadata, table)[0]
+    entry = 4 + 2 * field
+    if fields < 0 or entry >= _U16.unpack_from(metadata, fields)[0]:
+        return 0
+    offset = _U16.unpack_from(metadata, fields + entry)[0]
+    return table + offset if offset else 0
 
 
 class RecordIndex:
@@ -159,7 +221,10 @@ class RecordIndex:
 
     @staticmethod
     def load(data: memoryview, committed_bytes: int, file: str) -> RecordIndex:
-        """Built by walking the records of a file up to what was committed; what lies behind is not looked at."""
+        """Built by walking the records of a file up to what was committed; what lies behind is not looked at.
+
+        Records count their rows from the segment's start, so that none can be left out unnoticed.
+        """
         if len(data) < committed_bytes:
             raise CorruptData(
                 f"{file}: {len(data)} bytes, but {committed_bytes} were acknowledged: the file was cut",
@@ -168,7 +233,18 @@ class RecordIndex:
             )
         view = data[:committed_bytes]
         index = RecordIndex(file_header_bytes(view, file))
+        rows = 0
         while index.size_bytes < committed_bytes:
             head = decode_head(view, index.size_bytes, file)
+            if head.first_row != rows:
+                raise CorruptData(
+                    f"{file}: the record at offset {index.size_bytes} begins with row {head.first_row} and not "
+                    f"with row {rows}: the file was damaged",
+                    file=file,
+                    offset=index.size_bytes,
+                )
             index.add(head.first_row, head.size_bytes)
+            rows += head.rows
+        if index.size_bytes != committed_bytes:
+            raise CorruptData(f"{file}: its header is longer than the file: it was damaged", file=file, offset=0)
         return index

@@ -6,21 +6,32 @@ session, and a session that is not renewed in time loses them. Plain logic: the 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from shuffle.errors import BadInput, Expired, TooLarge
-from statestore.store import Moment
+from shuffle.statestore.store import Moment
 
 SESSION_TTL_MS_DEFAULT = 10_000
 SESSION_TTL_MS_MAX = 3_600_000
 MOMENTS_MAX = 10_000
 """Moments of one session: a client that holds more has forgotten to release them."""
 
+SESSIONS_MAX = 10_000
+"""A client has one, and each snapshot that is shared has one. Ten thousand of them are two megabytes."""
+
+SESSIONS_PER_PEER_MAX = 5_000
+"""Of those, for the clients at one address: half is left for everybody else."""
+
+MOMENTS_IN_ALL_MAX = 100_000
+"""Moments of all sessions together: each is a view of RocksDB, which keeps old versions of rows from being dropped."""
+
 
 @dataclass(slots=True)
 class _Session:
     ttl_ms: int
     expires_ms: int
+    peer: str
     moments: dict[int, Moment] = field(default_factory=dict)
 
 
@@ -30,15 +41,24 @@ class Sessions:
     def __init__(self, first_id: int) -> None:
         self._next_id = first_id
         self._sessions: dict[int, _Session] = {}
+        self._by_peer: Counter[str] = Counter()
+        self._moments = 0
+        """Held by all sessions together."""
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def open(self, ttl_ms: int, now_ms: int) -> int:
+    def open(self, ttl_ms: int, now_ms: int, peer: str = "") -> int:
         if not 100 <= ttl_ms <= SESSION_TTL_MS_MAX:
             raise BadInput(f"a session lives 100 ms to {SESSION_TTL_MS_MAX} ms between renewals, not {ttl_ms}")
+        if len(self._sessions) >= SESSIONS_MAX or self._by_peer[peer] >= SESSIONS_PER_PEER_MAX:
+            raise TooLarge(
+                f"{len(self._sessions)} sessions are open, {self._by_peer[peer]} of them from where this one was asked "
+                f"for; there may be {SESSIONS_MAX}, and {SESSIONS_PER_PEER_MAX} from one place: close some clients"
+            )
         self._next_id += 1
-        self._sessions[self._next_id] = _Session(ttl_ms, now_ms + ttl_ms)
+        self._sessions[self._next_id] = _Session(ttl_ms, now_ms + ttl_ms, peer)
+        self._by_peer[peer] += 1
         return self._next_id
 
     def renew(self, session_id: int, now_ms: int) -> None:
@@ -49,6 +69,9 @@ class Sessions:
         session = self._session(session_id)
         if len(session.moments) >= MOMENTS_MAX:
             raise TooLarge(f"{MOMENTS_MAX} snapshots and transactions are open in this session: close some")
+        if self._moments >= MOMENTS_IN_ALL_MAX:
+            raise TooLarge(f"{MOMENTS_IN_ALL_MAX} snapshots and transactions are open at this store: close some")
+        self._moments += moment.moment_id not in session.moments
         session.moments[moment.moment_id] = moment
 
     def held(self, session_id: int, moment_id: int) -> Moment:
@@ -59,12 +82,20 @@ class Sessions:
 
     def drop(self, session_id: int, moment_id: int) -> Moment | None:
         session = self._sessions.get(session_id)
-        return None if session is None else session.moments.pop(moment_id, None)
+        found = None if session is None else session.moments.pop(moment_id, None)
+        self._moments -= found is not None
+        return found
 
     def close(self, session_id: int) -> list[Moment]:
         """Returns the moments to release."""
         session = self._sessions.pop(session_id, None)
-        return [] if session is None else list(session.moments.values())
+        if session is None:
+            return []
+        self._by_peer[session.peer] -= 1
+        if not self._by_peer[session.peer]:
+            del self._by_peer[session.peer]
+        self._moments -= len(session.moments)
+        return list(session.moments.values())
 
     def expire(self, now_ms: int) -> list[Moment]:
         """End the sessions whose time is over; returns the moments to release."""

@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 
 from shuffle.errors import CorruptData
-from statestore.disk import map_range
+from shuffle.statestore.disk import map_range
 
 PATIENCE_MS = 20
 """How long a thread waits for a client to take more, before somebody else's rows come first."""
@@ -40,6 +40,10 @@ class Shipment:
                 offset=offset + mapped.size,
             )
         self._left = [memoryview(head), memoryview(mapped)]
+
+    @property
+    def left_bytes(self) -> int:
+        return sum(len(part) for part in self._left)
 
     def send(self, sock: socket.socket) -> Progress:
         """Send as much as ``sock``, which does not block, takes within a short time."""

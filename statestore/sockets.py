@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from shuffle.errors import BadInput, StoreUnavailable, from_wire
 from shuffle.limits import ANSWER_HEADER_BYTES_MAX, BATCH_BYTES_MAX, KIB, MIB
-from statestore.lane_frames import (
+from shuffle.statestore.lane_frames import (
     ANSWER_BYTES_MAX,
     GREETING,
     decode_frame,
@@ -23,13 +23,19 @@ from statestore.lane_frames import (
     local_address,
     send_at_once,
 )
-from statestore.streams import Answer, NothingSent
-from statestore.wire import Header, Rows
+from shuffle.statestore.operations import check_answer
+from shuffle.statestore.streams import Answer, NothingSent, words_of
+from shuffle.statestore.wire import Header, Rows
 
 POOL_MAX = 64
 """Idle connections kept."""
 
 CONNECT_TIMEOUT_S = 5.0
+
+NO_ROOM_S = 1.0
+NO_ROOM_PAUSE_S = 0.02
+"""A daemon with as many connections as it takes gives up one that nothing is asked on. Should all of them be busy, it
+refuses the next one, which is tried again for a moment: most answers are given within a millisecond."""
 
 FOLLOWING_BYTES_MAX = 2 * BATCH_BYTES_MAX
 """Bytes behind a frame. A read answers at least one record, and that is a batch and its head."""
@@ -74,13 +80,17 @@ def _connected(place: Place) -> socket.socket:
     return socket.create_connection((place.host, place.port), CONNECT_TIMEOUT_S)
 
 
+class _NoRoom(ConnectionError):
+    """The daemon took the connection and hung up without a word."""
+
+
 class _Connection:
     def __init__(self, place: Place) -> None:
         self._sock = _connected(place)
         try:
             send_at_once(self._sock)
             if self._received(len(GREETING)) != GREETING:
-                raise ConnectionError("not the lane of a state store")
+                raise _NoRoom("it has no room for another connection, or is no state store")
             # From here on the kernel keeps the time: Python's own timeouts would poll before each call.
             self._sock.settimeout(None)
         except BaseException:
@@ -101,17 +111,22 @@ class _Connection:
             pass
         return False
 
-    def ask(self, question: bytes, timeout_s: float, on_header: OnHeader) -> _Answer:
+    def ask(self, operation: str, question: bytes, timeout_s: float, on_header: OnHeader) -> _Answer:
         """The answer's header and rows, and the bytes that follow them, if the header says so."""
         if timeout_s != self._timeout_s:
             self._set_timeout(timeout_s)
         deadline = time.monotonic() + timeout_s
-        self._sock.sendall(question)
+        try:
+            self._sock.sendall(question)
+        except OSError as error:
+            # The daemon does nothing about a part of a question.
+            raise NothingSent(f"the connection broke before the question was sent ({words_of(error)})") from error
         data = self._sock.recv(_RECEIVE_BYTES)
         whole = frame_bytes(data)
         if whole is None or len(data) < whole:
             data, whole = self._rest(data, deadline)
         header, rows = decode_frame(data[:whole], ANSWER_HEADER_BYTES_MAX)
+        check_answer(operation, header)
         following = None
         if "bytes" in header:
             on_header(header)
@@ -131,11 +146,11 @@ class _Connection:
         at = len(begin)
         while at < size_bytes:
             if time.monotonic() > deadline:
-                raise TimeoutError
+                raise TimeoutError("its time is over")
             # The kernel waits for all of it: waking up for each packet would take this thread as long as the copy.
             received = self._sock.recv_into(view[at : at + _FOLLOWING_BYTES], 0, socket.MSG_WAITALL)
             if not received:
-                raise ConnectionError("closed")
+                raise ConnectionError("it closed the connection")
             at += received
         return buffer
 
@@ -149,10 +164,10 @@ class _Connection:
             if whole is not None and len(data) >= whole:
                 return bytes(data), whole
             if time.monotonic() > deadline:
-                raise TimeoutError
+                raise TimeoutError("its time is over")
             piece = self._sock.recv(_RECEIVE_BYTES)
             if not piece:
-                raise ConnectionError("closed")
+                raise ConnectionError("it closed the connection")
             data += piece
 
     def _received(self, count: int) -> bytes:
@@ -207,7 +222,7 @@ class SocketPool:
         connection = self._take()
         self._asking.add(connection)
         try:
-            answer, found, following = connection.ask(question, timeout_s, on_header)
+            answer, found, following = connection.ask(header["op"], question, timeout_s, on_header)
         except BaseException as error:
             self._asking.discard(connection)
             connection.close()
@@ -216,8 +231,10 @@ class SocketPool:
             if not isinstance(error, OSError | BadInput):
                 raise
             raise StoreUnavailable(
-                f"the state store at {self._who} went away or did not answer within {timeout_s:g} s", address=self._who
-            ) from None
+                f"the state store at {self._who} went away or did not answer within {timeout_s:g} s "
+                f"({words_of(error)})",
+                address=self._who,
+            ) from error
         self._asking.discard(connection)
         self._keep(connection)
         if "error" in answer:
@@ -241,10 +258,19 @@ class SocketPool:
             if connection.is_alive():
                 return connection
             connection.close()
-        try:
-            return _Connection(self._locate())
-        except (OSError, StoreUnavailable) as error:
-            raise NothingSent(f"the state store at {self._who} cannot be reached") from error
+        deadline = time.monotonic() + NO_ROOM_S
+        while True:
+            try:
+                return _Connection(self._locate())
+            except _NoRoom as error:
+                if time.monotonic() > deadline:
+                    raise self._unreachable(error) from error
+            except (OSError, StoreUnavailable) as error:
+                raise self._unreachable(error) from error
+            time.sleep(NO_ROOM_PAUSE_S)
+
+    def _unreachable(self, error: Exception) -> NothingSent:
+        return NothingSent(f"the state store at {self._who} cannot be reached ({words_of(error)})")
 
     def _keep(self, connection: _Connection) -> None:
         if len(self._idle) < POOL_MAX:

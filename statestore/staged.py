@@ -12,12 +12,21 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from shuffle.errors import CorruptData, Expired
-from statestore.segment import RecordIndex, decode_head, encode_record
-from statestore.storage import Segments
+from shuffle.errors import BadInput, CorruptData, DiskFull, Expired, TooLarge
+from shuffle.statestore.segment import RecordIndex, decode_head, encode_record
+from shuffle.statestore.storage import Segments
 
 STAGED_TTL_MS_DEFAULT = 3_600_000
 """How long staged rows wait to be published: long enough for a failed driver to be restarted by hand."""
+
+STAGED_TTL_MS_MAX = 7 * 24 * 3_600_000
+"""A week: rows that nobody has published by then are nobody's."""
+
+STAGED_MAX = 20_000
+"""Staged appends that wait at once. Each is a file; a batch of 300 GB written by Spark has half as many."""
+
+STAGED_OF_DISK = 2
+"""And all of them together may have the free room of the disk divided by this, what they have already included."""
 
 _NAME = re.compile(r"staged-(\d+)-([0-9a-f]+)-(\d+)\.seg")
 
@@ -50,6 +59,7 @@ class StagedFiles:
         now_ms: int,
     ) -> None:
         """Write and sync the rows under ``staged_id``. ``payloads`` are (rows, Arrow IPC message)."""
+        self._check_room(sum(payload.size for _, payload in payloads), ttl_ms)
         name = f"staged-{queue_id}-{staged_id}-{ttl_ms}.seg"
         index = RecordIndex(len(header))
         rows = 0
@@ -68,6 +78,19 @@ class StagedFiles:
             raise
         self._segments.close_file(name)
         self._waiting[staged_id] = StagedAppend(name, queue_id, rows, index.size_bytes, index, now_ms + ttl_ms)
+
+    def _check_room(self, size_bytes: int, ttl_ms: int) -> None:
+        if not 0 < ttl_ms <= STAGED_TTL_MS_MAX:
+            raise BadInput(f"staged rows wait 1 ms to {STAGED_TTL_MS_MAX} ms to be published, not {ttl_ms}")
+        if len(self) >= STAGED_MAX:
+            raise TooLarge(f"{STAGED_MAX} staged appends wait to be published: publish or discard some first")
+        # A copy, since rows are staged by other threads meanwhile.
+        staged_bytes = sum(staged.size_bytes for staged in list(self._waiting.values()))
+        if size_bytes + staged_bytes > (self._segments.free_bytes() + staged_bytes) // STAGED_OF_DISK:
+            raise DiskFull(
+                f"staged rows that wait to be published have {staged_bytes} bytes, and may have half of what the disk "
+                "has left: nothing was written; publish or discard some first"
+            )
 
     def found(self, name: str, now_ms: int) -> bool:
         """A file met when the store is opened: True when it is a staged append that may still be published."""

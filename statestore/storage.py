@@ -7,6 +7,8 @@ from typing import Protocol
 
 import pyarrow as pa
 
+from shuffle.errors import StoreUnavailable
+
 Pairs = tuple[Sequence[bytes], Sequence[bytes | None]]
 """Keys, and the value of each; None deletes."""
 
@@ -17,6 +19,16 @@ class KeyView(Protocol):
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]: ...
 
     def scan(self, begin: bytes, end: bytes | None, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]: ...
+
+
+class ClosedView:
+    """The view of a store that was closed."""
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        raise StoreUnavailable("the state store is closed")
+
+    def scan(self, begin: bytes, end: bytes | None, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
+        raise StoreUnavailable("the state store is closed")
 
 
 class KeyValues(Protocol):
@@ -67,6 +79,10 @@ class Segments(Protocol):
     def close_file(self, name: str) -> None: ...
 
     def remove(self, name: str) -> None: ...
+
+    def set_aside(self, name: str) -> None:
+        """Move a file that nobody knows out of the way, without touching what is in it."""
+        ...
 
     def free_bytes(self) -> int: ...
 

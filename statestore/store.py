@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from statestore.buffers import Binary
-from statestore.leases import Member
-from statestore.request import CatalogueChange, CommitRequest, Committed
-from statestore.schema import QueueSchema, TableSchema
+from shuffle.statestore.buffers import Binary
+from shuffle.statestore.leases import Member
+from shuffle.statestore.request import CatalogueChange, CommitRequest, Committed
+from shuffle.statestore.schema import QueueSchema, TableSchema
 
 
 @dataclass(frozen=True, slots=True)

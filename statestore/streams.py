@@ -11,20 +11,42 @@ from typing import Any
 import pyarrow as pa
 
 from shuffle import flight
-from shuffle.errors import ShuffleError, StoreUnavailable, from_wire
+from shuffle.errors import BadInput, ShuffleError, StoreUnavailable, TooBusy, from_wire
 from shuffle.limits import ANSWER_HEADER_BYTES_MAX
-from statestore.wire import EXCHANGE, FRAME, Header, Rows, decode_header, encode_header, frame, rows_in
+from shuffle.statestore.operations import check_answer
+from shuffle.statestore.wire import (
+    EXCHANGE,
+    FRAME,
+    Header,
+    Rows,
+    check_rows,
+    decode_header,
+    encode_header,
+    frame,
+    rows_in,
+)
+from shuffle.vital_threads import OnDeath, start_vital
 
 Answer = tuple[Header, Rows | None]
 
 POOL_MAX = 64
 """Idle streams kept; each is a thread at the daemon."""
 
+WORDS_CHARS_MAX = 200
+"""Of a cause that is named in another error's message: Flight's are pages long."""
+
 _WATCH_PERIOD_S = 0.25
 
 
 class NothingSent(Exception):
-    """The question did not reach the store, so asking it again is safe."""
+    """The question did not reach the store as a whole, so asking it again is safe."""
+
+
+def words_of(error: BaseException) -> str:
+    """What was wrong, in a few words, for the end of a sentence about it."""
+    text = getattr(error, "strerror", None) or flight.words_of(error)
+    told = text.splitlines()[0][:WORDS_CHARS_MAX] if text else ""
+    return told or type(error).__name__
 
 
 class _Stream:
@@ -33,7 +55,7 @@ class _Stream:
         self._writer, self._reader = client.do_exchange(descriptor)
         self._writer.begin(FRAME)
 
-    def ask(self, header: bytes, batch: pa.RecordBatch | None) -> Answer:
+    def ask(self, operation: str, header: bytes, batch: pa.RecordBatch | None) -> Answer:
         if batch is None:
             self._writer.write_metadata(header)
         else:
@@ -41,6 +63,9 @@ class _Stream:
         chunk = self._reader.read_chunk()
         metadata = None if chunk.app_metadata is None else chunk.app_metadata.to_pybytes()
         answer = decode_header(metadata, ANSWER_HEADER_BYTES_MAX)
+        check_answer(operation, answer)
+        if chunk.data is not None:
+            check_rows(chunk.data)
         return answer, rows_in(chunk.data)
 
     def cancel(self) -> None:
@@ -56,7 +81,8 @@ class _Stream:
 class StreamPool:
     """Streams to one daemon. A stream that broke is thrown away; the next question opens another."""
 
-    def __init__(self, connect: Callable[[], Any], who: str) -> None:
+    def __init__(self, connect: Callable[[], Any], who: str, on_death: OnDeath) -> None:
+        """``on_death``: see ``vital_threads``. Without the thread behind it, the wait for an answer has no end."""
         self._connect = connect
         self._who = who
         self._lock = threading.Lock()
@@ -64,8 +90,7 @@ class StreamPool:
         self._idle: list[_Stream] = []
         self._asking: dict[_Stream, float] = {}
         self._closed = threading.Event()
-        self._watchdog = threading.Thread(target=self._watch, name="store-deadlines", daemon=True)
-        self._watchdog.start()
+        self._watchdog = start_vital(self._watch, "store-deadlines", on_death)
 
     def ask(self, header: Header, rows: Rows | None, timeout_s: float) -> Answer:
         """The answer to one question.
@@ -78,14 +103,21 @@ class StreamPool:
         with self._lock:
             self._asking[stream] = time.monotonic() + timeout_s
         try:
-            answer, found = stream.ask(encoded, batch)
+            answer, found = stream.ask(header["op"], encoded, batch)
         except BaseException as error:
             self._finished(stream, alive=False)
-            if not isinstance(error, Exception) or isinstance(error, ShuffleError):
+            # An answer that is none (``BadInput``) leaves open what has happened, as one that never came.
+            if not isinstance(error, Exception) or (
+                isinstance(error, ShuffleError) and not isinstance(error, BadInput)
+            ):
                 raise
+            if isinstance(refused := flight.told(error), TooBusy):
+                raise NothingSent(refused.message) from refused
             raise StoreUnavailable(
-                f"the state store at {self._who} went away or did not answer within {timeout_s:g} s", address=self._who
-            ) from None
+                f"the state store at {self._who} went away or did not answer within {timeout_s:g} s "
+                f"({words_of(error)})",
+                address=self._who,
+            ) from error
         self._finished(stream, alive=True)
         if "error" in answer:
             raise from_wire(answer["error"])
@@ -118,7 +150,7 @@ class StreamPool:
         except Exception as error:
             with self._lock:
                 self._client = None
-            raise NothingSent(f"the state store at {self._who} cannot be reached") from error
+            raise NothingSent(f"the state store at {self._who} cannot be reached ({words_of(error)})") from error
 
     def _finished(self, stream: _Stream, alive: bool) -> None:
         with self._lock:

@@ -9,13 +9,13 @@ import pyarrow as pa
 
 from shuffle.errors import BadInput
 from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
-from statestore.buffers import Binary, arrayed, longest_of, prefixed
-from statestore.catalogue import TableEntry, table_prefix
-from statestore.few import FEW_ROWS, FewKeys, FewValues
-from statestore.keys import KeyCodec, bytes_after
-from statestore.schema import TableSchema
-from statestore.validation import KeyRange
-from statestore.values import RowCodec
+from shuffle.statestore.buffers import Binary, arrayed, longest_of, prefixed
+from shuffle.statestore.catalogue import TableEntry, table_prefix
+from shuffle.statestore.few import FEW_ROWS, FewKeys, FewValues
+from shuffle.statestore.keys import KeyCodec, bytes_after
+from shuffle.statestore.schema import TableSchema
+from shuffle.statestore.validation import KeyRange
+from shuffle.statestore.values import RowCodec
 
 Bound = Mapping[str, Any] | Sequence[Any]
 

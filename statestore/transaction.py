@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from shuffle.errors import BadInput, TooLarge, UnknownTable
-from shuffle.limits import MIB, TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
-from statestore.buffers import Binary, bytes_of, in_order, listed, no_values
-from statestore.request import Append, CommitRequest, Committed, Expect, Publish, Reads, TableWrite, Trim
-from statestore.scanning import Chunk, overlaid, scan_chunks, split_ranges
-from statestore.store import Moment, Store
-from statestore.table import Bound, Table
-from statestore.validation import KeyRange
+from shuffle.fields import whole
+from shuffle.limits import BATCH_ROWS_MAX, MIB, TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
+from shuffle.statestore.buffers import Binary, bytes_of, in_order, listed, no_values
+from shuffle.statestore.operations import check_section
+from shuffle.statestore.request import Append, CommitRequest, Committed, Expect, Publish, Reads, TableWrite, Trim
+from shuffle.statestore.scanning import Chunk, overlaid, scan_chunks, split_ranges
+from shuffle.statestore.store import Moment, Store
+from shuffle.statestore.table import Bound, Table
+from shuffle.statestore.validation import KeyRange
 
 if TYPE_CHECKING:
-    from statestore.client import StateClient
+    from shuffle.statestore.client import StateClient
 
 APPEND_BYTES_MAX = 4 * MIB
 """Rows of one append are cut into batches of about this size: what a reader maps and decodes at once."""
@@ -57,8 +59,9 @@ class _Reads:
     ) -> pa.RecordBatchReader:
         """The rows of a range in the order of their keys, or backwards.
 
-        ``begin`` (inclusive) and ``end`` (exclusive) are leading key values, by name or in order; ``prefix`` is all
-        rows with those leading values, and with ``partial`` its last value is only the beginning of a string.
+        ``begin`` (inclusive) and ``end`` (exclusive) are leading key values: a mapping by name, or a sequence in order;
+        ``prefix`` is all rows with those leading values, and with ``partial`` its last value is only the beginning of a
+        string. At most ``limit`` rows come, and only ``columns`` of them if these are named.
         """
         found = self._client.table_handle(table)
         wanted = found.range(begin, end, prefix, partial)
@@ -125,6 +128,7 @@ class Snapshot(_Reads):
         self._opened()
 
     def close(self) -> None:
+        """Let go of the moment, so that the store need not keep it."""
         self._closed = True
         if self._shared is None:
             self._release()
@@ -166,7 +170,8 @@ class Snapshot(_Reads):
         self.close()
 
     def __del__(self) -> None:
-        self._abandon()
+        if self._shared is None:  # A shared one is left to the others, however this one ends.
+            self._abandon()
 
 
 class Transaction(_Reads):
@@ -247,7 +252,9 @@ class Transaction(_Reads):
     def publish(self, queue: str, partition: int, staged_id: str) -> None:
         """Make rows visible that ``Queue.stage`` has written before."""
         self._check_open()
-        self._request.appends.append(Publish(self._client.queue(queue).queue_id, partition, staged_id))
+        place = self._client.queue(queue).queue_id, whole(partition)
+        check_section("publish", *place, staged_id)
+        self._request.appends.append(Publish(*place, staged_id))
 
     def appends_to(self, queue: str) -> set[int]:
         """The partitions of ``queue`` that this transaction appends to."""
@@ -257,7 +264,9 @@ class Transaction(_Reads):
     def trim(self, queue: str, partition: int, index: int) -> None:
         """Give up the rows of a partition below ``index``."""
         self._check_open()
-        self._request.trims.append(Trim(self._client.queue(queue).queue_id, partition, index))
+        place, index = (self._client.queue(queue).queue_id, whole(partition)), whole(index)
+        check_section("trim", *place, index)
+        self._request.trims.append(Trim(*place, index))
 
     def _add(self, write: TableWrite, table: str) -> None:
         if not len(write.keys):
@@ -320,6 +329,12 @@ class Transaction(_Reads):
             self._tables[write.table_id].check(write.values)
 
     def commit(self) -> Committed:
+        """Make everything take effect at once; when this returns, it is durable.
+
+        Raises ``CommitConflict`` (something read has changed: nothing was written, run the transaction again),
+        ``CommitUnknown`` (the answer was lost: read the state again), or what is wrong with the rows, such as
+        ``ConstraintViolated``. Whatever happens, the transaction is over.
+        """
         self._check_open()
         self._over = "committed"
         moment, self._moment = self._moment, None
@@ -334,6 +349,7 @@ class Transaction(_Reads):
         return committed
 
     def abort(self) -> None:
+        """Forget everything. After ``commit`` it does nothing, so a ``with`` may end with it."""
         if self._over is None:
             self._over = "aborted"
         self._release()
@@ -362,5 +378,5 @@ def encoded_append(
 def payloads(batch: pa.RecordBatch) -> list[pa.Buffer]:
     """``batch`` as Arrow IPC messages of at most about ``APPEND_BYTES_MAX``."""
     pieces = -(-batch.nbytes // APPEND_BYTES_MAX) or 1
-    rows = -(-batch.num_rows // pieces) or 1
+    rows = min(-(-batch.num_rows // pieces) or 1, BATCH_ROWS_MAX)
     return [batch.slice(begin, rows).serialize() for begin in range(0, batch.num_rows, rows)]

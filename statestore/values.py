@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from shuffle.errors import CorruptData, TooLarge
 from shuffle.limits import VALUE_BYTES_MAX
-from statestore.buffers import (
+from shuffle.statestore.buffers import (
     BINARY_BYTES_MAX,
     NumpyArray,
     as_binary,
@@ -25,6 +25,7 @@ from statestore.buffers import (
     constant,
     data_of,
     equal_length,
+    fits_precision,
     from_numpy,
     join,
     longest_of,
@@ -37,8 +38,15 @@ from statestore.buffers import (
     to_numpy,
     validity_of,
 )
-from statestore.column_types import is_text_or_bytes
-from statestore.schema import conform
+from shuffle.statestore.column_types import is_text_or_bytes
+from shuffle.statestore.schema import conform
+
+
+def never_null(schema: pa.Schema) -> NumpyArray:
+    """The bits of the nulls that are never set: of columns that are declared so, and of those that there are not."""
+    may_be = sum(1 << index for index, field in enumerate(schema) if field.nullable)
+    size_bytes = (len(schema) + 7) // 8
+    return np.frombuffer((~may_be & ((1 << 8 * size_bytes) - 1)).to_bytes(size_bytes, "little"), np.uint8)
 
 
 class RowCodec:
@@ -54,6 +62,7 @@ class RowCodec:
         parts += [(str(index), "<u4") for index in self._text]
         self._record = np.dtype(parts)
         self._width = self._record.itemsize
+        self._never_null = never_null(schema)
 
     def encode(self, rows: pa.RecordBatch) -> pa.Array:
         """One binary value for each row."""
@@ -89,9 +98,43 @@ class RowCodec:
             validity = self._validity(records, index)
             columns[index] = from_numpy(records[str(index)], self.schema.field(index).type, validity)
         if self._text:
-            for index, pieces in zip(self._text, self._payloads(records, offsets, data), strict=True):
+            for index, pieces in self._payloads(records, offsets, data, self._text):
                 columns[index] = self._finished(pieces, index, self._validity(records, index))
         return columns
+
+    def check(self, values: pa.Array) -> None:
+        """Raises ``CorruptData`` unless each value, none of them null, is what ``encode`` makes of some row."""
+        offsets, data = offsets_of(values), data_of(values)
+        if not len(self.schema):
+            if offsets[-1] != offsets[0]:
+                raise self._corrupt(0, "has bytes, but its table has no value columns")
+            return
+        records = self._records(offsets, data)
+        self._check_nulls(records)
+        for index in self._fixed:
+            kind = self.schema.field(index).type
+            column = records[str(index)]
+            if pa.types.is_boolean(kind) and column.max(initial=0) > 1:
+                raise self._corrupt(int(column.argmax()), f"is not a row: {self.schema.names[index]!r} is no bool")
+            if pa.types.is_decimal128(kind) and not fits_precision(from_numpy(column, kind)):
+                raise self._corrupt(0, f"is not a row: {self.schema.names[index]!r} has too many digits")
+        if self._text:
+            strings = [index for index in self._text if pa.types.is_string(self.schema.field(index).type)]
+            for index, pieces in self._payloads(records, offsets, data, strings):
+                self._finished(pieces, index, None)
+
+    def _check_nulls(self, records: NumpyArray) -> None:
+        """Only columns that may be null are, there are no others, and nothing but zero stands under a null."""
+        nulls = records["nulls"]
+        if not nulls.any():
+            return
+        if (nulls & self._never_null).any():
+            row = int(np.argmax((nulls & self._never_null).any(axis=1)))
+            raise self._corrupt(row, "is null in a column that cannot be")
+        for index in range(len(self.schema)):
+            rows = records[str(index)][(nulls[:, index // 8] & np.uint8(1 << index % 8)) != 0]
+            if rows.tobytes().strip(b"\0"):
+                raise self._corrupt(0, f"has something under the null of {self.schema.names[index]!r}")
 
     def _records(self, offsets: NumpyArray, data: NumpyArray) -> NumpyArray:
         """The fixed part of every value."""
@@ -103,8 +146,10 @@ class RowCodec:
             raise self._corrupt(row, f"has {lengths[row]} bytes where {self._width} are needed")
         return records_at(data, offsets[:-1], self._record)
 
-    def _payloads(self, records: NumpyArray, offsets: NumpyArray, data: NumpyArray) -> list[pa.Array]:
-        """The bytes of each string and binary column, nulls still as empty."""
+    def _payloads(
+        self, records: NumpyArray, offsets: NumpyArray, data: NumpyArray, wanted: list[int]
+    ) -> list[tuple[int, pa.Array]]:
+        """The bytes of the wanted string and binary columns, nulls still as empty."""
         lengths = [records[str(index)].astype(np.int64) for index in self._text]
         whole = np.diff(offsets) - self._width
         wrong = sum(lengths) != whole
@@ -113,9 +158,10 @@ class RowCodec:
             raise self._corrupt(row, f"has {whole[row]} bytes of strings, not as many as it says")
         pieces = []
         start = offsets[:-1] + np.int64(self._width)
-        for length in lengths:
+        for index, length in zip(self._text, lengths, strict=True):
             end = start + length
-            pieces.append(pieces_at(data, start, end))
+            if index in wanted:
+                pieces.append((index, pieces_at(data, start, end)))
             start = end
         return pieces
 
@@ -126,7 +172,7 @@ class RowCodec:
                 pieces = as_string(pieces)
             except pa.ArrowInvalid:
                 raise CorruptData(
-                    f"table {self.table!r}, column {self.schema.field(index).name!r}: a stored string is not UTF-8",
+                    f"table {self.table!r}, column {self.schema.field(index).name!r}: a string is not UTF-8",
                     table=self.table,
                     column=self.schema.field(index).name,
                 ) from None
@@ -158,4 +204,4 @@ class RowCodec:
             )
 
     def _corrupt(self, row: int, what: str) -> CorruptData:
-        return CorruptData(f"table {self.table!r}: the stored value {what}", table=self.table, row=row)
+        return CorruptData(f"table {self.table!r}: the value {what}", table=self.table, row=row)

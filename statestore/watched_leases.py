@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from shuffle.limits import WAIT_MS_MAX
-from statestore.leases import LeaseTable, Member
+from shuffle.statestore.leases import LeaseTable, Member
 
 
 class WatchedLeases:

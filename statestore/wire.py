@@ -29,10 +29,12 @@ import numpy as np
 import pyarrow as pa
 
 from shuffle.errors import BadInput, TooLarge
-from shuffle.limits import KIB, TICKET_BYTES_MAX, TRANSACTION_BYTES_MAX
-from statestore.buffers import Binary, arrayed, bytes_of, listed, no_values
-from statestore.request import Append, CommitRequest, Expect, Publish, Reads, TableWrite, Trim
-from statestore.validation import KeyRange
+from shuffle.fields import parse_json, shown
+from shuffle.limits import KIB, SECTIONS_BYTES_MAX, TICKET_BYTES_MAX, TRANSACTION_BYTES_MAX
+from shuffle.statestore.buffers import Binary, arrayed, bytes_of, listed, no_values, nulls_in
+from shuffle.statestore.operations import SECTIONS, check_section
+from shuffle.statestore.request import Append, CommitRequest, Expect, Publish, Reads, TableWrite, Trim
+from shuffle.statestore.validation import KeyRange
 
 FRAME = pa.schema([pa.field("key", pa.binary()), pa.field("value", pa.binary())])
 EXCHANGE = b"statestore/1"
@@ -64,9 +66,9 @@ def decode_header(data: bytes | None, bytes_max: int = TICKET_BYTES_MAX) -> Head
     if len(data) > bytes_max:
         raise TooLarge(f"a header of {len(data)} bytes, more than {bytes_max}", limit=bytes_max)
     try:
-        header = json.loads(data)
-    except ValueError:
-        raise BadInput("a frame whose header is not JSON") from None
+        header = parse_json(data)
+    except ValueError as error:
+        raise BadInput(f"a frame whose header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise BadInput("a frame whose header is not a JSON object")
     return header
@@ -89,9 +91,23 @@ def rows_in(batch: pa.RecordBatch | None) -> Rows | None:
     return None if batch is None else (batch.column(0), batch.column(1))
 
 
-def check_frame(batch: pa.RecordBatch) -> None:
+def check_rows(batch: pa.RecordBatch) -> None:
+    """Raises unless it is safe to look into rows that came from another process.
+
+    Arrow takes over the buffers of a message as they are. Offsets beyond the end of their buffer are read from whatever
+    memory is there, so nothing may touch a value before all of them have been looked at.
+    """
     if not batch.schema.equals(FRAME):
-        raise BadInput(f"a frame has a key and a value column of type binary, not {batch.schema.names}")
+        raise BadInput(f"a frame has a key and a value column of type binary, not {shown(str(batch.schema.names))}")
+    try:
+        batch.validate(full=True)
+    except pa.ArrowException as error:
+        raise BadInput(f"a frame whose rows are broken: {error}") from None
+
+
+def check_frame(batch: pa.RecordBatch) -> None:
+    """The same for the rows of a question, which are not too many either."""
+    check_rows(batch)
     size_bytes = bytes_of(batch.column(0)) + bytes_of(batch.column(1))
     if size_bytes > TRANSACTION_BYTES_MAX:
         raise TooLarge(f"a frame of {size_bytes} bytes, more than {TRANSACTION_BYTES_MAX}", bytes=size_bytes)
@@ -119,6 +135,8 @@ def as_buffers(values: Binary) -> list[pa.Buffer]:
     """The values of a binary array as slices of its buffer, without copies."""
     if isinstance(values, list):
         return [pa.py_buffer(value) for value in values]
+    if not len(values):
+        return []  # It need not even have the one offset that others have more of.
     _, offsets_buffer, data = values.buffers()
     if data is None:
         return [pa.py_buffer(b"")] * len(values)
@@ -174,16 +192,19 @@ def pack_sections(sections: list[list[Any]], rows: Rows | None) -> tuple[list[li
     return None, (_joined([[None], keys]), _joined([[_to_json(sections).encode()], values]))
 
 
-def unpack_sections(sections: list[list[Any]] | None, rows: Rows | None) -> tuple[list[list[Any]], Rows | None]:
+def unpack_sections(sections: list[Any] | None, rows: Rows | None) -> tuple[Any, Rows | None]:
     if sections is not None:
         return sections, rows
     if rows is None or not len(rows[0]):
         raise BadInput("a commit without sections")
     keys, values = rows
+    [packed] = listed(values[:1])
+    if packed is None or len(packed) > SECTIONS_BYTES_MAX:
+        raise TooLarge(f"the sections of a commit have 1 to {SECTIONS_BYTES_MAX} bytes", limit=SECTIONS_BYTES_MAX)
     try:
-        return json.loads(listed(values[:1])[0]), (keys[1:], values[1:])
-    except (TypeError, ValueError):
-        raise BadInput("a commit whose sections are not JSON") from None
+        return parse_json(packed), (keys[1:], values[1:])
+    except ValueError as error:
+        raise BadInput(f"a commit whose sections are not JSON: {error}") from None
 
 
 def _joined(parts: list[Binary]) -> Binary:
@@ -194,46 +215,51 @@ def _joined(parts: list[Binary]) -> Binary:
     return pa.concat_arrays([arrayed(part) for part in parts])
 
 
-def decode_commit(version: int | None, sections: list[list[Any]], rows: Rows | None) -> CommitRequest:
+def decode_commit(version: int | None, sections: Any, rows: Rows | None) -> CommitRequest:
+    """The commit that these sections and rows are; ``sections`` is whatever JSON has come."""
     request = CommitRequest(reads=None if version is None else Reads(version))
-    try:
-        _decode_sections(request, sections, rows)
-    except (IndexError, TypeError, ValueError, AttributeError) as error:
-        raise BadInput(f"not a commit: {error}") from None
+    if type(sections) is not list:
+        raise BadInput("a commit whose sections are not a list")
+    taken = 0
+    for section in sections:
+        taken += _decode_section(request, section, rows, taken)
+    if taken != (len(rows[0]) if rows is not None else 0):
+        raise BadInput("a commit with more rows than its sections say")
     return request
 
 
-def _decode_sections(request: CommitRequest, sections: list[list[Any]], rows: Rows | None) -> None:
+def _decode_section(request: CommitRequest, section: Any, rows: Rows | None, at: int) -> int:
+    """Add a section to the request; returns how many of the rows, from ``at`` on, are its own."""
+    if type(section) is not list or not section or type(section[0]) is not str or section[0] not in SECTIONS:
+        raise BadInput("a commit with an unknown section: client and store are of different versions")
+    kind, *rest = section
+    check_section(kind, *rest)
+    if kind == "trim":
+        request.trims.append(Trim(*rest))
+        return 0
+    if kind == "publish":
+        request.appends.append(Publish(*rest))
+        return 0
+    count: int = rest[2] if kind == "append" else rest[-1]
     keys, values = rows or ([], [])
-    at = 0
-
-    def take(count: int) -> Rows:
-        nonlocal at
-        if count < 0 or at + count > len(keys):
-            raise BadInput("a commit with fewer rows than its sections say")
-        at += count
-        return keys[at - count : at], values[at - count : at]
-
-    for kind, *rest in sections:
-        if kind == "read":
-            _reads(request).keys.append(take(rest[0])[0])
-        elif kind == "range":
-            pairs = zip(*map(listed, take(rest[0])), strict=True)
-            _reads(request).ranges.extend(KeyRange(begin, end) for begin, end in pairs)
-        elif kind == "expect":
-            request.expects.append(Expect(rest[0], *take(rest[1])))
-        elif kind == "write":
-            request.writes.append(TableWrite(rest[0], *take(rest[1])))
-        elif kind == "append":
-            queue_id, partition, count, producer, sequence = rest
-            payloads = as_buffers(take(count)[1])
-            request.appends.append(Append(queue_id, partition, payloads, producer, sequence))
-        elif kind == "publish":
-            request.appends.append(Publish(*rest))
-        elif kind == "trim":
-            request.trims.append(Trim(*rest))
-        else:
-            raise BadInput(f"a commit with an unknown section {kind!r}")
+    if at + count > len(keys):
+        raise BadInput("a commit with fewer rows than its sections say")
+    keys, values = keys[at : at + count], values[at : at + count]
+    if nulls_in(values if kind == "append" else keys):
+        raise BadInput(f"a null in the section {kind!r} of a commit")
+    if kind == "read":
+        _reads(request).keys.append(keys)
+    elif kind == "range":
+        pairs = zip(listed(keys), listed(values), strict=True)
+        _reads(request).ranges.extend(KeyRange(begin, end) for begin, end in pairs)
+    elif kind == "append":
+        queue_id, partition, _, producer, sequence = rest
+        request.appends.append(Append(queue_id, partition, as_buffers(values), producer, sequence))
+    elif kind == "expect":
+        request.expects.append(Expect(rest[0], keys, values))
+    else:
+        request.writes.append(TableWrite(rest[0], keys, values))
+    return count
 
 
 def _reads(request: CommitRequest) -> Reads:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,10 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 START_S_MAX = 30.0
 STOP_S_MAX = 20.0
 
-_RESERVING = """
-import sys
-from statestore import daemon, engine
-engine.DISK_RESERVE_BYTES = int(sys.argv[1])
+_CHANGED = """
+import importlib, json, sys
+from shuffle.statestore import daemon
+for place, value in json.loads(sys.argv[1]).items():
+    module, _, name = place.rpartition(".")
+    assert hasattr(importlib.import_module(module), name), place
+    setattr(importlib.import_module(module), name, value)
 raise SystemExit(daemon.main(sys.argv[2:]))
 """
 
@@ -49,10 +54,20 @@ def run_store(path: Path, listen: str = "127.0.0.1:0", wait_s: float = START_S_M
 class StoreProcess:
     """``python -m statestore`` on a folder. As a context manager it is killed at the end, if it still runs."""
 
-    def __init__(self, path: Path, listen: str = "127.0.0.1:0", disk_reserve_bytes: int | None = None) -> None:
-        """``disk_reserve_bytes`` makes a large disk a small one, for where none can be mounted."""
+    def __init__(
+        self,
+        path: Path,
+        listen: str = "127.0.0.1:0",
+        disk_reserve_bytes: int | None = None,
+        changed: Mapping[str, float] | None = None,
+    ) -> None:
+        """``disk_reserve_bytes`` makes a large disk a small one, for where none can be mounted; ``changed`` are other
+        constants of the store, by their full names, that are too large for a test."""
         self.path = path
-        program = ["-m", "statestore"] if disk_reserve_bytes is None else ["-c", _RESERVING, str(disk_reserve_bytes)]
+        constants = dict(changed or {})
+        if disk_reserve_bytes is not None:
+            constants["shuffle.statestore.engine.DISK_RESERVE_BYTES"] = disk_reserve_bytes
+        program = ["-c", _CHANGED, json.dumps(constants)] if constants else ["-m", "statestore"]
         self._errors = (path.parent / f"{path.name}.stderr").open("w+")
         self._process = subprocess.Popen(
             [sys.executable, *program, "--path", str(path), "--listen", listen],
@@ -82,6 +97,11 @@ class StoreProcess:
     @property
     def running(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
 
     @property
     def listen(self) -> str:

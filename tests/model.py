@@ -3,8 +3,8 @@
 Two mappers, two reducers, up to two instances of each, a few rows, and a store that answers reads and validates
 commits. What is left out is everything that does not decide about exactly once: bytes, batches, memory, time. A step
 that does not come stands for a pause, a lost request or a slow network, so those need no actions of their own; crashes,
-second instances, lost answers and commits that arrive late are *faults*, and every way to have up to ``faults_max`` of
-them is tried.
+second instances, lost answers, commits that arrive late and requests that call rows committed which are not are
+*faults*, and every way to have up to ``faults_max`` of them is tried.
 
 The model is the protocol as ``docs/protocol.md`` tells it, written a second time; the simulator (``tests/sim``) runs
 the code. ``MISTAKES`` are protocols that differ in one step: each must be found.
@@ -32,6 +32,8 @@ class Mapper(NamedTuple):
     end: int
     known: tuple[int, ...]
     """By reducer, the last row it said it has committed."""
+    lied_to: bool = False
+    """Whether one of these may not be so."""
 
 
 class Reducer(NamedTuple):
@@ -134,7 +136,7 @@ class Model:
                     raise Broken(f"mapper {m} has passed row {k}, which reducer {rows[k]} has not committed")
             for instance in side.instances:
                 for r, known in enumerate(instance.known):
-                    if known > state.reducers[r].committed[m]:
+                    if not instance.lied_to and known > state.reducers[r].committed[m]:
                         raise Broken(f"mapper {m} takes row {known} for committed by reducer {r}")
 
     # --- steps ---
@@ -149,7 +151,7 @@ class Model:
     def steps(self, state: State) -> Iterator[tuple[str, State]]:
         for m, side in enumerate(state.mappers):
             for i, instance in enumerate(side.instances):
-                for what, after in self._mapper_steps(m, side, instance):
+                for what, after in self._mapper_steps(state, m, side, instance):
                     yield f"mapper {m}.{i} {what}", _with_mapper(state, m, side, i, after)
             yield from self._mapper_faults(state, m, side)
         for r, reducers in enumerate(state.reducers):
@@ -162,7 +164,9 @@ class Model:
     def _loaded(self, side: MapperSide) -> Mapper:
         return Mapper(side.persisted, side.persisted, (NOTHING,) * self.reducer_count)
 
-    def _mapper_steps(self, m: int, side: MapperSide, me: Mapper) -> Iterator[tuple[str, tuple[MapperSide, Mapper]]]:
+    def _mapper_steps(
+        self, state: State, m: int, side: MapperSide, me: Mapper
+    ) -> Iterator[tuple[str, tuple[MapperSide, Mapper]]]:
         if me.end < len(self.rows[m]):
             # The persisted state is looked at before rows are exposed; so are rows that the input does not have any
             # more, which only another instance can have trimmed.
@@ -172,13 +176,21 @@ class Model:
                 yield "reads", (side, me._replace(end=me.end + 1))
         local = self.local(m, me)
         if local > me.seen:
-            if side.persisted == me.seen or self.mistake == "no compare at trim":
+            if not self._is_confirmed(state, m, me.known):
+                yield "finds that it was lied to", (side, self._loaded(side))
+            elif side.persisted == me.seen or self.mistake == "no compare at trim":
                 yield "moves its state", (side._replace(persisted=local), me._replace(seen=local))
             else:
                 yield "starts again", (side, self._loaded(side))
         trim_to = local if self.mistake == "input trimmed before the commit" else me.seen
         if trim_to > side.trimmed:
             yield "trims", (side._replace(trimmed=trim_to), me)
+
+    def _is_confirmed(self, state: State, m: int, known: tuple[int, ...]) -> bool:
+        """Whether the store says the same of what this mapper was told to be committed."""
+        if self.mistake == "claims believed at trim":
+            return True
+        return all(state.reducers[r].committed[m] >= row for r, row in enumerate(known))
 
     def _mapper_faults(self, state: State, m: int, side: MapperSide) -> Iterator[tuple[str, State]]:
         if not state.faults_left:
@@ -190,6 +202,12 @@ class Model:
         for i, instance in enumerate(side.instances):
             if instance != fresh:
                 yield f"mapper {m}.{i} crashes", _with_mapper(fewer, m, side, i, (side, fresh))
+            for r in range(self.reducer_count):
+                # Only of rows that it has: it refuses to hear of others.
+                for k in [k for k in self._mine[r][m] if max(instance.known[r], instance.seen - 1) < k < instance.end]:
+                    told = instance._replace(known=_swap(instance.known, r, k), lied_to=True)
+                    what = f"somebody tells mapper {m}.{i} that reducer {r} has committed row {k}"
+                    yield what, _with_mapper(fewer, m, side, i, (side, told))
 
     def _fetches(self, state: State, r: int, side: ReducerSide, i: int, me: Reducer) -> Iterator[tuple[str, State]]:
         if me.phase != "fetching":
@@ -332,6 +350,7 @@ MISTAKES = (
     "cursor told as committed",
     "no compare at trim",
     "input trimmed before the commit",
+    "claims believed at trim",
 )
 
 

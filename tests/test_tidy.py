@@ -23,6 +23,7 @@ PACKAGES = (
     "pyspark_shuffle",
     "perf",
     "examples",
+    "tools",
 )
 """What the rules below hold for; those that are there."""
 
@@ -39,6 +40,10 @@ IMPORTED_ONLY_BY: dict[str, set[str]] = {
 
 IMPORTED_BY_NONE = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 """What is stored or sent can be read by other versions and other languages, and never runs code when it is read."""
+
+ALIASES = {"mapper", "reducer", "statestore", "spark_connector"}
+"""Packages of ``shuffle`` that people may import by their last name. The project does not: a user's module of that name
+would be imported instead."""
 
 PURE_MODULES = (
     "mapper/window.py",
@@ -113,6 +118,21 @@ def test_library_is_imported_only_by_the_module_that_wraps_it(library: str) -> N
     assert not found, f"{library} is imported outside of {sorted(allowed)}"
 
 
+def test_packages_are_imported_by_their_whole_name() -> None:
+    found = [
+        f"{name}:{line} {imported}"
+        for name, tree in parsed()
+        if not name.startswith("examples/")
+        for line, imported in imports(tree)
+        if imported.partition(".")[0] in ALIASES
+    ]
+    assert not found, "write shuffle.mapper, and likewise for the others"
+
+
+def test_links_lead_from_the_package_to_its_folders() -> None:
+    assert {name: (ROOT / "shuffle" / name).resolve() for name in ALIASES} == {name: ROOT / name for name in ALIASES}
+
+
 def test_nothing_is_pickled() -> None:
     found = [
         f"{name}:{line} {library}"
@@ -157,6 +177,16 @@ def test_every_package_says_what_it_is() -> None:
 def test_every_folder_of_code_is_a_package() -> None:
     found = {name_of(path.parent) for path in sources() if not (path.parent / "__init__.py").exists()}
     assert not found, "no __init__.py: it would not be installed"
+
+
+def test_every_package_ships_its_types() -> None:
+    """Without the marker file, whoever imports the package has ``Any`` for everything in it."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    installed = [pattern.rstrip("*") for pattern in setuptools["packages"]["find"]["include"]]
+    assert set(installed) == set(PACKAGES) - {"tools"}
+    found = [package for package in installed if not (ROOT / package / "py.typed").is_file()]
+    assert not found, "no py.typed"
+    assert "py.typed" in setuptools["package-data"]["*"], "it would not be installed"
 
 
 def test_texts_name_no_package_registry() -> None:

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from statestore.proto import control_pb2 as statestore_dot_proto_dot_control__pb2
+from shuffle.statestore.proto import control_pb2 as shuffle_dot_statestore_dot_proto_dot_control__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in statestore/proto/control_pb2_grpc.py depends on'
+        + ' but the generated code in shuffle/statestore/proto/control_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,83 +36,83 @@ class ControlStub:
         """
         self.Info = channel.unary_unary(
                 '/statestore.v1.Control/Info',
-                request_serializer=statestore_dot_proto_dot_control__pb2.InfoRequest.SerializeToString,
-                response_deserializer=statestore_dot_proto_dot_control__pb2.InfoReply.FromString,
+                request_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.InfoRequest.SerializeToString,
+                response_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.InfoReply.FromString,
                 _registered_method=True)
         self.ListTables = channel.unary_unary(
                 '/statestore.v1.Control/ListTables',
-                request_serializer=statestore_dot_proto_dot_control__pb2.ListTablesRequest.SerializeToString,
-                response_deserializer=statestore_dot_proto_dot_control__pb2.ListTablesReply.FromString,
+                request_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.ListTablesRequest.SerializeToString,
+                response_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.ListTablesReply.FromString,
                 _registered_method=True)
         self.ListQueues = channel.unary_unary(
                 '/statestore.v1.Control/ListQueues',
-                request_serializer=statestore_dot_proto_dot_control__pb2.ListQueuesRequest.SerializeToString,
-                response_deserializer=statestore_dot_proto_dot_control__pb2.ListQueuesReply.FromString,
+                request_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.ListQueuesRequest.SerializeToString,
+                response_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.ListQueuesReply.FromString,
                 _registered_method=True)
         self.CreateTable = channel.unary_unary(
                 '/statestore.v1.Control/CreateTable',
-                request_serializer=statestore_dot_proto_dot_control__pb2.CreateTableRequest.SerializeToString,
-                response_deserializer=statestore_dot_proto_dot_control__pb2.ChangeReply.FromString,
+                request_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.CreateTableRequest.SerializeToString,
+                response_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.ChangeReply.FromString,
                 _registered_method=True)
         self.CreateQueue = channel.unary_unary(
                 '/statestore.v1.Control/CreateQueue',
-                request_serializer=statestore_dot_proto_dot_control__pb2.CreateQueueRequest.SerializeToString,
-                response_deserializer=statestore_dot_proto_dot_control__pb2.ChangeReply.FromString,
+                request_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.CreateQueueRequest.SerializeToString,
+                response_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.ChangeReply.FromString,
                 _registered_method=True)
         self.Drop = channel.unary_unary(
                 '/statestore.v1.Control/Drop',
-                request_serializer=statestore_dot_proto_dot_control__pb2.DropRequest.SerializeToString,
-                response_deserializer=statestore_dot_proto_dot_control__pb2.ChangeReply.FromString,
+                request_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.DropRequest.SerializeToString,
+                response_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.ChangeReply.FromString,
                 _registered_method=True)
         self.OpenSession = channel.unary_unary(
                 '/statestore.v1.Control/OpenSession',
-                request_serializer=statestore_dot_proto_dot_control__pb2.OpenSessionRequest.SerializeToString,
-                response_deserializer=statestore_dot_proto_dot_control__pb2.SessionReply.FromString,
+                request_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.OpenSessionRequest.SerializeToString,
+                response_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.SessionReply.FromString,
                 _registered_method=True)
         self.RenewSession = channel.unary_unary(
                 '/statestore.v1.Control/RenewSession',
-                request_serializer=statestore_dot_proto_dot_control__pb2.SessionRequest.SerializeToString,
-                response_deserializer=statestore_dot_proto_dot_control__pb2.SessionReply.FromString,
+                request_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.SessionRequest.SerializeToString,
+                response_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.SessionReply.FromString,
                 _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/statestore.v1.Control/CloseSession',
-                request_serializer=statestore_dot_proto_dot_control__pb2.SessionRequest.SerializeToString,
-                response_deserializer=statestore_dot_proto_dot_control__pb2.SessionReply.FromString,
+                request_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.SessionRequest.SerializeToString,
+                response_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.SessionReply.FromString,
                 _registered_method=True)
         self.Register = channel.unary_unary(
                 '/statestore.v1.Control/Register',
-                request_serializer=statestore_dot_proto_dot_control__pb2.RegisterRequest.SerializeToString,
-                response_deserializer=statestore_dot_proto_dot_control__pb2.LeaseReply.FromString,
+                request_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.RegisterRequest.SerializeToString,
+                response_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.LeaseReply.FromString,
                 _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/statestore.v1.Control/Renew',
-                request_serializer=statestore_dot_proto_dot_control__pb2.LeaseRequest.SerializeToString,
-                response_deserializer=statestore_dot_proto_dot_control__pb2.LeaseReply.FromString,
+                request_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.LeaseRequest.SerializeToString,
+                response_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.LeaseReply.FromString,
                 _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/statestore.v1.Control/Leave',
-                request_serializer=statestore_dot_proto_dot_control__pb2.LeaseRequest.SerializeToString,
-                response_deserializer=statestore_dot_proto_dot_control__pb2.LeaseReply.FromString,
+                request_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.LeaseRequest.SerializeToString,
+                response_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.LeaseReply.FromString,
                 _registered_method=True)
         self.Members = channel.unary_unary(
                 '/statestore.v1.Control/Members',
-                request_serializer=statestore_dot_proto_dot_control__pb2.MembersRequest.SerializeToString,
-                response_deserializer=statestore_dot_proto_dot_control__pb2.MembersReply.FromString,
+                request_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.MembersRequest.SerializeToString,
+                response_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.MembersReply.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_unary(
                 '/statestore.v1.Control/Watch',
-                request_serializer=statestore_dot_proto_dot_control__pb2.WatchRequest.SerializeToString,
-                response_deserializer=statestore_dot_proto_dot_control__pb2.MembersReply.FromString,
+                request_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.WatchRequest.SerializeToString,
+                response_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.MembersReply.FromString,
                 _registered_method=True)
         self.Groups = channel.unary_unary(
                 '/statestore.v1.Control/Groups',
-                request_serializer=statestore_dot_proto_dot_control__pb2.GroupsRequest.SerializeToString,
-                response_deserializer=statestore_dot_proto_dot_control__pb2.GroupsReply.FromString,
+                request_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.GroupsRequest.SerializeToString,
+                response_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.GroupsReply.FromString,
                 _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/statestore.v1.Control/Stats',
-                request_serializer=statestore_dot_proto_dot_control__pb2.StatsRequest.SerializeToString,
-                response_deserializer=statestore_dot_proto_dot_control__pb2.StatsReply.FromString,
+                request_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.StatsRequest.SerializeToString,
+                response_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.StatsReply.FromString,
                 _registered_method=True)
 
 
@@ -226,83 +226,83 @@ def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Info': grpc.unary_unary_rpc_method_handler(
                     servicer.Info,
-                    request_deserializer=statestore_dot_proto_dot_control__pb2.InfoRequest.FromString,
-                    response_serializer=statestore_dot_proto_dot_control__pb2.InfoReply.SerializeToString,
+                    request_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.InfoRequest.FromString,
+                    response_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.InfoReply.SerializeToString,
             ),
             'ListTables': grpc.unary_unary_rpc_method_handler(
                     servicer.ListTables,
-                    request_deserializer=statestore_dot_proto_dot_control__pb2.ListTablesRequest.FromString,
-                    response_serializer=statestore_dot_proto_dot_control__pb2.ListTablesReply.SerializeToString,
+                    request_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.ListTablesRequest.FromString,
+                    response_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.ListTablesReply.SerializeToString,
             ),
             'ListQueues': grpc.unary_unary_rpc_method_handler(
                     servicer.ListQueues,
-                    request_deserializer=statestore_dot_proto_dot_control__pb2.ListQueuesRequest.FromString,
-                    response_serializer=statestore_dot_proto_dot_control__pb2.ListQueuesReply.SerializeToString,
+                    request_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.ListQueuesRequest.FromString,
+                    response_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.ListQueuesReply.SerializeToString,
             ),
             'CreateTable': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateTable,
-                    request_deserializer=statestore_dot_proto_dot_control__pb2.CreateTableRequest.FromString,
-                    response_serializer=statestore_dot_proto_dot_control__pb2.ChangeReply.SerializeToString,
+                    request_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.CreateTableRequest.FromString,
+                    response_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.ChangeReply.SerializeToString,
             ),
             'CreateQueue': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateQueue,
-                    request_deserializer=statestore_dot_proto_dot_control__pb2.CreateQueueRequest.FromString,
-                    response_serializer=statestore_dot_proto_dot_control__pb2.ChangeReply.SerializeToString,
+                    request_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.CreateQueueRequest.FromString,
+                    response_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.ChangeReply.SerializeToString,
             ),
             'Drop': grpc.unary_unary_rpc_method_handler(
                     servicer.Drop,
-                    request_deserializer=statestore_dot_proto_dot_control__pb2.DropRequest.FromString,
-                    response_serializer=statestore_dot_proto_dot_control__pb2.ChangeReply.SerializeToString,
+                    request_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.DropRequest.FromString,
+                    response_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.ChangeReply.SerializeToString,
             ),
             'OpenSession': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenSession,
-                    request_deserializer=statestore_dot_proto_dot_control__pb2.OpenSessionRequest.FromString,
-                    response_serializer=statestore_dot_proto_dot_control__pb2.SessionReply.SerializeToString,
+                    request_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.OpenSessionRequest.FromString,
+                    response_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.SessionReply.SerializeToString,
             ),
             'RenewSession': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewSession,
-                    request_deserializer=statestore_dot_proto_dot_control__pb2.SessionRequest.FromString,
-                    response_serializer=statestore_dot_proto_dot_control__pb2.SessionReply.SerializeToString,
+                    request_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.SessionRequest.FromString,
+                    response_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.SessionReply.SerializeToString,
             ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
-                    request_deserializer=statestore_dot_proto_dot_control__pb2.SessionRequest.FromString,
-                    response_serializer=statestore_dot_proto_dot_control__pb2.SessionReply.SerializeToString,
+                    request_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.SessionRequest.FromString,
+                    response_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.SessionReply.SerializeToString,
             ),
             'Register': grpc.unary_unary_rpc_method_handler(
                     servicer.Register,
-                    request_deserializer=statestore_dot_proto_dot_control__pb2.RegisterRequest.FromString,
-                    response_serializer=statestore_dot_proto_dot_control__pb2.LeaseReply.SerializeToString,
+                    request_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.RegisterRequest.FromString,
+                    response_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.LeaseReply.SerializeToString,
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
-                    request_deserializer=statestore_dot_proto_dot_control__pb2.LeaseRequest.FromString,
-                    response_serializer=statestore_dot_proto_dot_control__pb2.LeaseReply.SerializeToString,
+                    request_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.LeaseRequest.FromString,
+                    response_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.LeaseReply.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
-                    request_deserializer=statestore_dot_proto_dot_control__pb2.LeaseRequest.FromString,
-                    response_serializer=statestore_dot_proto_dot_control__pb2.LeaseReply.SerializeToString,
+                    request_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.LeaseRequest.FromString,
+                    response_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.LeaseReply.SerializeToString,
             ),
             'Members': grpc.unary_unary_rpc_method_handler(
                     servicer.Members,
-                    request_deserializer=statestore_dot_proto_dot_control__pb2.MembersRequest.FromString,
-                    response_serializer=statestore_dot_proto_dot_control__pb2.MembersReply.SerializeToString,
+                    request_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.MembersRequest.FromString,
+                    response_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.MembersReply.SerializeToString,
             ),
             'Watch': grpc.unary_unary_rpc_method_handler(
                     servicer.Watch,
-                    request_deserializer=statestore_dot_proto_dot_control__pb2.WatchRequest.FromString,
-                    response_serializer=statestore_dot_proto_dot_control__pb2.MembersReply.SerializeToString,
+                    request_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.WatchRequest.FromString,
+                    response_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.MembersReply.SerializeToString,
             ),
             'Groups': grpc.unary_unary_rpc_method_handler(
                     servicer.Groups,
-                    request_deserializer=statestore_dot_proto_dot_control__pb2.GroupsRequest.FromString,
-                    response_serializer=statestore_dot_proto_dot_control__pb2.GroupsReply.SerializeToString,
+                    request_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.GroupsRequest.FromString,
+                    response_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.GroupsReply.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
-                    request_deserializer=statestore_dot_proto_dot_control__pb2.StatsRequest.FromString,
-                    response_serializer=statestore_dot_proto_dot_control__pb2.StatsReply.SerializeToString,
+                    request_deserializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.StatsRequest.FromString,
+                    response_serializer=shuffle_dot_statestore_dot_proto_dot_control__pb2.StatsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -330,8 +330,8 @@ class Control:
             request,
             target,
             '/statestore.v1.Control/Info',
-            statestore_dot_proto_dot_control__pb2.InfoRequest.SerializeToString,
-            statestore_dot_proto_dot_control__pb2.InfoReply.FromString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.InfoRequest.SerializeToString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.InfoReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -357,8 +357,8 @@ class Control:
             request,
             target,
             '/statestore.v1.Control/ListTables',
-            statestore_dot_proto_dot_control__pb2.ListTablesRequest.SerializeToString,
-            statestore_dot_proto_dot_control__pb2.ListTablesReply.FromString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.ListTablesRequest.SerializeToString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.ListTablesReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -384,8 +384,8 @@ class Control:
             request,
             target,
             '/statestore.v1.Control/ListQueues',
-            statestore_dot_proto_dot_control__pb2.ListQueuesRequest.SerializeToString,
-            statestore_dot_proto_dot_control__pb2.ListQueuesReply.FromString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.ListQueuesRequest.SerializeToString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.ListQueuesReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -411,8 +411,8 @@ class Control:
             request,
             target,
             '/statestore.v1.Control/CreateTable',
-            statestore_dot_proto_dot_control__pb2.CreateTableRequest.SerializeToString,
-            statestore_dot_proto_dot_control__pb2.ChangeReply.FromString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.CreateTableRequest.SerializeToString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.ChangeReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -438,8 +438,8 @@ class Control:
             request,
             target,
             '/statestore.v1.Control/CreateQueue',
-            statestore_dot_proto_dot_control__pb2.CreateQueueRequest.SerializeToString,
-            statestore_dot_proto_dot_control__pb2.ChangeReply.FromString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.CreateQueueRequest.SerializeToString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.ChangeReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -465,8 +465,8 @@ class Control:
             request,
             target,
             '/statestore.v1.Control/Drop',
-            statestore_dot_proto_dot_control__pb2.DropRequest.SerializeToString,
-            statestore_dot_proto_dot_control__pb2.ChangeReply.FromString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.DropRequest.SerializeToString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.ChangeReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -492,8 +492,8 @@ class Control:
             request,
             target,
             '/statestore.v1.Control/OpenSession',
-            statestore_dot_proto_dot_control__pb2.OpenSessionRequest.SerializeToString,
-            statestore_dot_proto_dot_control__pb2.SessionReply.FromString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.OpenSessionRequest.SerializeToString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.SessionReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -519,8 +519,8 @@ class Control:
             request,
             target,
             '/statestore.v1.Control/RenewSession',
-            statestore_dot_proto_dot_control__pb2.SessionRequest.SerializeToString,
-            statestore_dot_proto_dot_control__pb2.SessionReply.FromString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.SessionRequest.SerializeToString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.SessionReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -546,8 +546,8 @@ class Control:
             request,
             target,
             '/statestore.v1.Control/CloseSession',
-            statestore_dot_proto_dot_control__pb2.SessionRequest.SerializeToString,
-            statestore_dot_proto_dot_control__pb2.SessionReply.FromString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.SessionRequest.SerializeToString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.SessionReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -573,8 +573,8 @@ class Control:
             request,
             target,
             '/statestore.v1.Control/Register',
-            statestore_dot_proto_dot_control__pb2.RegisterRequest.SerializeToString,
-            statestore_dot_proto_dot_control__pb2.LeaseReply.FromString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.RegisterRequest.SerializeToString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.LeaseReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -600,8 +600,8 @@ class Control:
             request,
             target,
             '/statestore.v1.Control/Renew',
-            statestore_dot_proto_dot_control__pb2.LeaseRequest.SerializeToString,
-            statestore_dot_proto_dot_control__pb2.LeaseReply.FromString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.LeaseRequest.SerializeToString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.LeaseReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -627,8 +627,8 @@ class Control:
             request,
             target,
             '/statestore.v1.Control/Leave',
-            statestore_dot_proto_dot_control__pb2.LeaseRequest.SerializeToString,
-            statestore_dot_proto_dot_control__pb2.LeaseReply.FromString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.LeaseRequest.SerializeToString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.LeaseReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -654,8 +654,8 @@ class Control:
             request,
             target,
             '/statestore.v1.Control/Members',
-            statestore_dot_proto_dot_control__pb2.MembersRequest.SerializeToString,
-            statestore_dot_proto_dot_control__pb2.MembersReply.FromString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.MembersRequest.SerializeToString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.MembersReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -681,8 +681,8 @@ class Control:
             request,
             target,
             '/statestore.v1.Control/Watch',
-            statestore_dot_proto_dot_control__pb2.WatchRequest.SerializeToString,
-            statestore_dot_proto_dot_control__pb2.MembersReply.FromString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.WatchRequest.SerializeToString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.MembersReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -708,8 +708,8 @@ class Control:
             request,
             target,
             '/statestore.v1.Control/Groups',
-            statestore_dot_proto_dot_control__pb2.GroupsRequest.SerializeToString,
-            statestore_dot_proto_dot_control__pb2.GroupsReply.FromString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.GroupsRequest.SerializeToString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.GroupsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -735,8 +735,8 @@ class Control:
             request,
             target,
             '/statestore.v1.Control/Stats',
-            statestore_dot_proto_dot_control__pb2.StatsRequest.SerializeToString,
-            statestore_dot_proto_dot_control__pb2.StatsReply.FromString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.StatsRequest.SerializeToString,
+            shuffle_dot_statestore_dot_proto_dot_control__pb2.StatsReply.FromString,
             options,
             channel_credentials,
             insecure,

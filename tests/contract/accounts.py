@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from statestore import Queue, StateClient
+from shuffle.statestore import Queue, StateClient
 
 WAIT_MS = 20_000
 """A long poll that ends only because of what it waits for."""

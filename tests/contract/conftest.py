@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from statestore import Queue, StateClient
+from shuffle.statestore import Queue, StateClient
 from tests.contract.accounts import NUMBERS, new_name
 from tests.daemons import StoreProcess
 

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mapper.folder import FolderReader
-from mapper.reader import START, PartitionReader, QueueReader, decode_position, encode_position
 from shuffle.ids import Token
-from statestore import StateClient
+from shuffle.mapper.folder import FolderReader
+from shuffle.mapper.reader import START, PartitionReader, QueueReader, decode_position, encode_position
+from shuffle.statestore import StateClient
 
 SCHEMA = pa.schema([("n", pa.int64()), ("s", pa.string())])
 ROWS = pa.table({"n": list(range(100)), "s": [f"row {n}" for n in range(100)]}, schema=SCHEMA)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from shuffle.errors import BadInput, Expired
-from statestore import Member, StateClient
+from shuffle.statestore import Member, StateClient
 from tests.contract.accounts import WAIT_MS, new_name
 
 

@@ -7,12 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from shuffle.errors import BadInput, ConstraintViolated, NullKey, SchemaMismatch, ShuffleError, TooLarge, UnknownTable
 from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
-from statestore import Queue, StateClient, Transaction
+from shuffle.statestore import Queue, StateClient, Transaction
 from tests.contract.accounts import NUMBERS, keys, new_name, numbers, rows, scanned, write
 
 
@@ -91,7 +92,7 @@ def test_oversized_key_and_value_are_refused_by_row(client: StateClient, table: 
 
 def test_oversized_batch_is_refused(client: StateClient, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row cannot be cut into smaller batches."""
-    monkeypatch.setattr("statestore.client.BATCH_BYTES_MAX", 1_000_000)
+    monkeypatch.setattr("shuffle.statestore.client.BATCH_BYTES_MAX", 1_000_000)
     name = new_name("blobs")
     blobs = client.create_queue(name, schema=pa.schema([("b", pa.binary())]), partitions=1)
     large = pa.table({"b": [bytes(1_000_000)]})
@@ -101,7 +102,7 @@ def test_oversized_batch_is_refused(client: StateClient, table: str, monkeypatch
 
 
 def test_oversized_transaction_is_refused(client: StateClient, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("statestore.transaction.TRANSACTION_ROWS_MAX", 10)
+    monkeypatch.setattr("shuffle.statestore.transaction.TRANSACTION_ROWS_MAX", 10)
     many = rows(*[("a", n, 1) for n in range(11)])
     error = refused(client, table, TooLarge, transact(client, lambda tx: tx.write(table, many)), table=table)
     assert "split it" in error.message
@@ -153,3 +154,51 @@ def test_one_bad_commit_does_not_harm_those_it_waits_with(client: StateClient, o
         done = list(pool.map(commit, range(60)))
     assert done == [n % 3 != 0 for n in range(60)]
     assert scanned(client, table) == [("a", n, n) for n in range(60) if n % 3]
+
+
+@pytest.mark.parametrize("number", [True, 1.5, -1, 2**63, 2**70, "1", None])
+def test_what_is_no_position_is_refused_by_all(client: StateClient, table: str, queue: Queue, number: Any) -> None:
+    queue.append(0, numbers(1))
+    trims = (lambda: queue.trim(0, number), transact(client, lambda tx: tx.trim(queue.name, 0, number)))
+    places = (
+        lambda: queue.trim(number, 0),
+        lambda: queue.append(number, numbers(2)),
+        transact(client, lambda tx: tx.append(queue.name, number, numbers(2))),
+        transact(client, lambda tx: tx.publish(queue.name, number, "f" * 32)),
+    )
+    for attempt in (*trims, *places):
+        refused(client, table, BadInput, attempt)
+    if number not in (-1, None):  # a sequence may be negative, or missing
+        refused(client, table, BadInput, lambda: queue.append(0, numbers(2), producer="p", sequence=number))
+    assert queue.bounds()[0] == (0, 1)
+
+
+@pytest.mark.parametrize("producer", ["", "p" * 256, "\ud800", 7, b"p"])
+def test_what_is_no_producer_is_refused_by_all(client: StateClient, table: str, queue: Queue, producer: Any) -> None:
+    refused(client, table, BadInput, lambda: queue.append(0, numbers(1), producer=producer, sequence=1))
+    assert queue.bounds()[0] == (0, 0)
+
+
+def test_rows_that_are_broken_are_refused_by_all(client: StateClient, table: str) -> None:
+    """Such a batch once killed every process that read it."""
+    name = new_name("texts")
+    texts = client.create_queue(name, schema=pa.schema([("s", pa.string())]), partitions=1)
+    offsets = np.array([0, 4, 8], np.int32)
+    column = pa.Array.from_buffers(pa.string(), 2, [None, pa.py_buffer(offsets), pa.py_buffer(b"12345678")])
+    broken = pa.record_batch([column], schema=texts.schema)
+    offsets[:] = [0, 1_000_000, 8]
+    refused(client, table, BadInput, lambda: texts.append(0, broken), queue=name)
+    refused(client, table, BadInput, lambda: texts.stage(broken), queue=name)
+    assert texts.bounds() == [(0, 0)]
+
+
+def test_numbers_of_numpy_are_numbers_for_all(queue: Queue, client: StateClient) -> None:
+    zero, one = np.int32(0), np.int64(1)
+    queue.append(zero, numbers(2, 3), producer="p", sequence=one)
+    rows, after = queue.read(zero, one, max_rows=one)
+    assert (rows.num_rows, after) == (1, 2)
+    with client.transaction() as tx:
+        tx.trim(queue.name, zero, one)
+        tx.commit()
+    queue.trim(zero, np.int64(2))
+    assert queue.bounds()[0] == (2, 2)

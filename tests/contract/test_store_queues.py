@@ -9,8 +9,8 @@ import pytest
 
 from shuffle.errors import BadInput, CommitConflict, Expired, OutOfRange, SequenceError, TooLarge
 from shuffle.limits import TRANSACTION_APPENDS_MAX
-from statestore import Queue, StateClient
-from statestore.request import CommitRequest
+from shuffle.statestore import Queue, StateClient
+from shuffle.statestore.request import CommitRequest
 from tests.contract.accounts import NUMBERS, WAIT_MS, keys, numbers, queued, rows, scanned, write
 from tests.daemons import wait_until
 

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from shuffle.errors import BadInput, TableExists, UnknownTable
-from statestore import Queue, StateClient
+from shuffle.statestore import Queue, StateClient
 from tests.contract.accounts import NUMBERS, balances, keys, new_name, numbers, open_moments, rows, scanned, write
 
 

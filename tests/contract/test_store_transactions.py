@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from shuffle.errors import BadInput, CommitConflict, NullKey, SchemaMismatch
-from statestore import StateClient
+from shuffle.statestore import StateClient
 from tests.contract.accounts import NUMBERS, balances, keys, new_name, numbers, rows, scanned, write
 
 

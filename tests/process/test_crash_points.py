@@ -25,7 +25,7 @@ import pytest
 
 from shuffle.crash_points import ENVIRONMENT, POINTS
 from shuffle.errors import CommitConflict, CommitUnknown, ShuffleError, StoreError
-from statestore import StateClient
+from shuffle.statestore import StateClient
 from tests.daemons import ROOT, environment
 
 NUMBERS = pa.schema([("n", pa.int64())])

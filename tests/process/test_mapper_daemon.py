@@ -12,14 +12,15 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from mapper.state import MapperState, lookup_state
 from shuffle import flight
 from shuffle.discovery import MapperAddress, arrange_mappers
-from shuffle.errors import RowsGone, ShuffleError, StaleMapper, StoreUnavailable
+from shuffle.errors import BadInput, NotServed, RowsGone, ShuffleError, StaleMapper, StoreUnavailable
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
+from shuffle.mapper.state import MapperState, lookup_state
 from shuffle.messages import BatchTail, GetRows
 from shuffle.poison import decode_row
-from statestore import StateClient
+from shuffle.reducer.state import ReducerState
+from shuffle.statestore import StateClient
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +81,8 @@ class World:
         (folder / "reducer_job.py").write_text(REDUCER)
         self.committed = [-1] * REDUCERS
         self.cursor = [-1] * REDUCERS
+        self.durable = [-1] * REDUCERS
+        """What the reducers' rows in the store say."""
         self.got: list[dict[int, int]] = [{} for _ in range(REDUCERS)]
         self.flights: dict[str, object] = {}
 
@@ -149,25 +152,43 @@ class World:
 
     def fetch(self, reducer: int, of: MapperAddress, rows_max: int = 37) -> int:
         """One GetRows, checked against everything that was served before; the number of rows."""
+        self.make_durable(reducer)
+        rows = 0
+        for last, ns in self.ask(reducer, of, self.committed[reducer], self.cursor[reducer], rows_max):
+            for n in ns:
+                self.note(reducer, n)
+                rows += 1
+            self.cursor[reducer] = last
+        return rows
+
+    def make_durable(self, reducer: int) -> None:
+        """As a reducer does before it tells a mapper that rows are committed."""
+        if self.durable[reducer] != self.committed[reducer]:
+            state = ReducerState((ShuffleIndex(self.committed[reducer]),))
+            with self.client.transaction() as tx:
+                tx.write("job/reducers", state.to_row(ReducerIndex(reducer)))
+                tx.commit()
+            self.durable[reducer] = self.committed[reducer]
+
+    def ask(
+        self, reducer: int, of: MapperAddress, committed: int, cursor: int, rows_max: int = 37, processor: str = "job"
+    ) -> Iterator[tuple[int, list[int]]]:
+        """One GetRows, whether what it says is so or not: of each batch the last index, and its rows."""
         connection = self.flights.setdefault(of.address, flight.connect(of.address))
         ticket = GetRows(
             of.guid,
             ReducerIndex(reducer),
-            ShuffleIndex(self.committed[reducer]),
-            ShuffleIndex(self.cursor[reducer]),
+            ShuffleIndex(committed),
+            ShuffleIndex(cursor),
             rows_max,
             1 << 20,
             wait_ms=20,
+            processor=processor,
         )
-        rows = 0
         with flight.typed_errors(of.address):
             for chunk in connection.do_get(flight.Ticket(ticket.encode()), flight.call_options(10)):  # type: ignore[attr-defined]
                 last = BatchTail.decode(chunk.app_metadata.to_pybytes()).last_row_index
-                for n in chunk.data.column("n").to_pylist():
-                    self.note(reducer, n)
-                    rows += 1
-                self.cursor[reducer] = last
-        return rows
+                yield last, chunk.data.column("n").to_pylist()
 
     def note(self, reducer: int, n: int) -> None:
         """Rows come in order and none is left out: the next one after the cursor is always the same."""
@@ -191,7 +212,7 @@ class World:
                 try:
                     self.fetch(reducer, instance)
                     break
-                except (StoreUnavailable, StaleMapper, RowsGone):
+                except (StoreUnavailable, StaleMapper, RowsGone, NotServed):
                     self.rewind(reducer)
             if commit:
                 self.committed[reducer] = self.cursor[reducer]
@@ -244,6 +265,43 @@ def test_mapper_serves_commits_trims_and_ends_on_sigterm(world: World) -> None:
     assert world.instances() == [], "it gives its lease back"
 
 
+def test_forged_committed_index_is_refused_and_no_row_is_lost(world: World) -> None:
+    world.append(0, 2000)
+    world.write_spec()
+    world.expect(2000)
+    world.start_mapper()
+    wait_until(lambda: world.step(commit=False) > 100, "rows are served")
+    mapper = world.instances()[0]
+    for reducer in range(REDUCERS):
+        for forged in (world.cursor[reducer] + 1, 1_000_000, 2**62):
+            with pytest.raises(NotServed) as refused:
+                list(world.ask(reducer, mapper, forged, forged))
+            assert refused.value.reducer_index == reducer
+            assert refused.value.committed_row_index == forged
+            assert refused.value.served_row_index == world.cursor[reducer]
+    with pytest.raises(BadInput, match="is of processor 'another'"):
+        list(world.ask(0, mapper, world.cursor[0], world.cursor[0], processor="another"))
+    wait_until(lambda: world.is_drained(2000), "all is committed and trimmed")
+    assert [list(got) for got in world.got] == world.wanted
+
+
+def test_rows_called_committed_that_are_not_are_served_again(world: World) -> None:
+    world.append(0, 2000)
+    world.write_spec()
+    world.expect(2000)
+    mapper = world.start_mapper()
+    wait_until(lambda: world.step(commit=False) > 300, "rows are served")
+    for reducer in range(REDUCERS):
+        list(world.ask(reducer, world.instances()[0], world.cursor[reducer], world.cursor[reducer]))
+    wait_until(lambda: "rows were called committed that are not" in world.log(mapper), "the trim finds out")
+    assert world.persisted().input_unread_row_index == 0, "nothing is forgotten for good"
+    for reducer in range(REDUCERS):
+        world.rewind(reducer)
+    wait_until(lambda: world.is_drained(2000), "all is committed and trimmed")
+    assert [list(got) for got in world.got] == world.wanted
+    assert mapper.poll() is None, "the same process has started again from its persisted state"
+
+
 @pytest.mark.parametrize("commit", [False, True], ids=["rows_served", "rows_committed"])
 def test_mapper_killed_after(world: World, commit: bool) -> None:
     world.append(0, 2000)
@@ -286,7 +344,7 @@ def test_two_instances_from_the_start(world: World) -> None:
             instances = world.instances()
             try:
                 world.fetch(reducer, instances[(turn[0] + reducer) % len(instances)])
-            except (StaleMapper, StoreUnavailable, RowsGone):
+            except (StaleMapper, StoreUnavailable, RowsGone, NotServed):
                 world.rewind(reducer)
             world.committed[reducer] = world.cursor[reducer]
         return world.committed == world.last and world.persisted().input_unread_row_index == 3000
@@ -369,6 +427,8 @@ def test_reducer_that_is_down_fills_the_window_and_no_more(world: World) -> None
     world.append(0, 1)
     limit_bytes = 24 * 1024 * 1024
     world.write_spec(memory_bytes=limit_bytes, batch_rows_max=2000, batch_bytes_max=4 * 1024 * 1024)
+    with (world.folder / "job.yaml").open("a") as spec:
+        spec.write("spill: false\n")  # It would move the rows out of the window, on a machine slow enough.
     world.expect(20_000)
     mapper = world.start_mapper()
     wait_until(lambda: len(world.instances()) == 1, "it is registered")
@@ -394,7 +454,7 @@ def test_mapper_imports_nothing_large_that_it_has_no_use_for(world: World) -> No
     assert mapper.wait(15) == 0, world.log(mapper)
     lines = [line for line in world.log(mapper).splitlines() if line.startswith("import time:")]
     imported = {line.rpartition("|")[2].strip() for line in lines}
-    assert "mapper.serve" in imported, "Python says what is imported"
+    assert "shuffle.mapper.serve" in imported, "Python says what is imported"
     assert sorted(imported & NOT_IN_A_MAPPER) == []
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from reducer.commit import Committer
-from reducer.core import Limits, ReducerCore, Settled, Work
-from reducer.reduce import Reduced, ReduceStage
-from reducer.state import REDUCERS_KEY, REDUCERS_VALUE
 from shuffle.api import Reducer, WorkerSpec
 from shuffle.errors import CommitConflict, SplitBrain, StoreUnavailable, UserCodeError
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
-from statestore import StateClient, Transaction
+from shuffle.reducer.commit import Committer
+from shuffle.reducer.core import Limits, ReducerCore, Settled, Work
+from shuffle.reducer.reduce import Reduced, ReduceStage
+from shuffle.reducer.state import REDUCERS_KEY, REDUCERS_VALUE
+from shuffle.statestore import StateClient, Transaction
 
 R0, M0 = ReducerIndex(0), MapperIndex(0)
 LIMITS = Limits(100, 10_000, 0, 100, 10_000, 10_000)

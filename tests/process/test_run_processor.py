@@ -16,8 +16,8 @@ import pyarrow as pa
 import pytest
 
 from shuffle.errors import ShuffleError
-from statestore import StateClient
-from statestore.folder import served_at
+from shuffle.statestore import StateClient
+from shuffle.statestore.folder import served_at
 from tests.waiting import WAIT_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +124,7 @@ def children_of(pid: int) -> dict[str, int]:
             except (OSError, IndexError):
                 continue
             if parent == pid and "shuffle.launch" in words:
-                role = words[words.index("shuffle.launch") + 2]
+                role = words[words.index("shuffle.launch") + 2].removeprefix("shuffle.")
                 index = words[words.index("--index") + 1] if "--index" in words else ""
                 found[f"{role} {index}".strip()] = int(entry.name)
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from statestore import StateClient
+from shuffle.statestore import StateClient
 from tests.daemons import StoreProcess, environment
 
 

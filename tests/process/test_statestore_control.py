@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pyarrow as pa
 import pytest
 
 from shuffle.errors import BadInput, Expired, StoreUnavailable
-from statestore.control_client import ControlClient
-from statestore.proto import control_pb2 as pb
-from statestore.proto import control_pb2_grpc
+from shuffle.statestore import StateClient
+from shuffle.statestore.control_client import ControlClient
+from shuffle.statestore.proto import control_pb2 as pb
+from shuffle.statestore.proto import control_pb2_grpc
+from shuffle.statestore.remote import RemoteStore
 from tests.daemons import StoreProcess
 
 TIMEOUT_S = 10.0
@@ -79,7 +84,27 @@ def test_daemon_that_went_away_is_found_again_at_the_next_call(tmp_path: Path) -
         client.call("Groups", TIMEOUT_S)
     with StoreProcess(tmp_path / "state", listen=listen):
         assert client.call("Groups", TIMEOUT_S) == {"groups": []}
-        assert client.info(TIMEOUT_S).store_id != before.store_id
+        assert client.info(TIMEOUT_S).store_id == before.store_id, "it is the store's, not the daemon's"
     client.close()
     with pytest.raises(StoreUnavailable, match="closed"):
         client.call("Groups", TIMEOUT_S)
+
+
+def test_shared_snapshot_outlives_everybody_who_has_read_at_it(tmp_path: Path) -> None:
+    """Whoever forgot to close such a snapshot, or just dropped it, once took it from all the others."""
+    with StoreProcess(tmp_path / "state") as daemon:
+        short = RemoteStore(daemon.address, session_ttl_ms=300)
+        with StateClient(short) as client, StateClient.connect(daemon.address) as other:
+            client.create_table("t", key=pa.schema([("k", pa.int64())]), value=pa.schema([("v", pa.int64())]))
+            token = client.share_snapshot(60_000)
+            with client.snapshot_at(token) as closed:
+                assert closed.version == client.snapshot_at(token).version  # This one is dropped as it is.
+            del closed
+            gc.collect()
+            with client.transaction() as tx:  # It has a session from here on, in whose renewals moments are released.
+                tx.write("t", pa.table({"k": [1], "v": [1]}))
+                tx.lookup("t", pa.table({"k": [1]}))
+                tx.commit()
+            time.sleep(0.5)
+            with other.snapshot_at(token) as snapshot:
+                assert snapshot.scan("t").read_all().num_rows == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -32,8 +33,9 @@ from shuffle.errors import (
     StoreLocked,
     StoreUnavailable,
 )
-from spark_connector.clients import StoreHandle
-from statestore import StateClient
+from shuffle.limits import MIB
+from shuffle.spark_connector.clients import StoreHandle
+from shuffle.statestore import StateClient
 from tests.daemons import StoreProcess, environment, run_store, wait_until
 
 WRITERS = 16
@@ -236,7 +238,7 @@ def test_second_process_on_the_same_folder_is_refused(tmp_path: Path) -> None:
 def test_folder_in_use_by_a_process_that_serves_nobody_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("statestore.client._OPEN_WAIT_S", 0.2)
+    monkeypatch.setattr("shuffle.statestore.client._OPEN_WAIT_S", 0.2)
     with StateClient.open(tmp_path / "state"), pytest.raises(StoreLocked, match=f"pid {os.getpid()}"):
         StateClient.open(tmp_path / "state")
 
@@ -244,14 +246,43 @@ def test_folder_in_use_by_a_process_that_serves_nobody_is_refused(
 def test_newer_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "FORMAT").write_text("999\n")
     assert "format 999" in refusal(tmp_path)
-    (tmp_path / "FORMAT").write_text("what\n")
-    assert "damaged" in refusal(tmp_path)
+    for text in ("what\n", "-1\n", "0\n"):
+        (tmp_path / "FORMAT").write_text(text)
+        assert "damaged" in refusal(tmp_path)
+
+
+def test_damaged_log_is_refused_by_the_daemon(tmp_path: Path) -> None:
+    with StoreProcess(tmp_path / "state") as daemon, StateClient.connect(daemon.address) as client:
+        for name in ("t", "u"):
+            client.create_table(name, key=NUMBERS, value=VALUES)
+        daemon.kill()
+    [log] = (tmp_path / "state" / "rocks").glob("*.log")
+    os.truncate(log, log.stat().st_size - 3)
+    assert "version 1, but version 2 was acknowledged" in refusal(tmp_path / "state")
 
 
 def test_unwritable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     line = refusal(tmp_path / "file" / "state")
     assert "cannot be written" in line
+
+
+@pytest.mark.parametrize("limit_mib", [800, 1200, 2000])
+def test_too_little_address_space_is_said_and_not_waited_for(tmp_path: Path, limit_mib: int) -> None:
+    limit_bytes = limit_mib * MIB
+    done = subprocess.run(
+        [sys.executable, "-m", "statestore", "--path", str(tmp_path / "state")],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env=environment(),
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes)),
+    )
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: the state store cannot start")
+    assert "ulimit -v" in line
 
 
 def test_taken_port_is_refused_and_the_folder_given_back(tmp_path: Path) -> None:
@@ -365,8 +396,8 @@ def there(client: StateClient) -> set[int]:
 ABANDONING = """
 import sys, time
 import pyarrow as pa
-from statestore import StateClient
-from statestore.remote import RemoteStore
+from shuffle.statestore import StateClient
+from shuffle.statestore.remote import RemoteStore
 
 client = StateClient(RemoteStore(sys.argv[1], session_ttl_ms=500))
 snapshots = [client.snapshot() for _ in range(3)]

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from shuffle.errors import TooLarge
 from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
-from statestore.buffers import listed, prefixed
-from statestore.few import FEW_ROWS, FewKeys, FewValues
-from statestore.keys import KeyCodec
-from statestore.schema import TableSchema
-from statestore.table import Table
-from statestore.values import RowCodec
+from shuffle.statestore.buffers import listed, prefixed
+from shuffle.statestore.few import FEW_ROWS, FewKeys, FewValues
+from shuffle.statestore.keys import KeyCodec
+from shuffle.statestore.schema import TableSchema
+from shuffle.statestore.table import Table
+from shuffle.statestore.values import RowCodec
 from tests.property.test_key_order import KINDS as KEY_KINDS
 from tests.property.test_row_codec import KINDS as VALUE_KINDS
 

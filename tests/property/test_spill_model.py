@@ -8,12 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from mapper.core import MapperCore, TrimPlan
-from mapper.spill import SPILL_SCHEMA, Spill, SpillAnswer, SpillEnd, decode_batch, decode_heads, encode
-from mapper.state import MapperState
 from shuffle.config import SpillSpec
 from shuffle.errors import RowsGone, StoreUnavailable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
+from shuffle.mapper.core import MapperCore, TrimPlan
+from shuffle.mapper.spill import SPILL_SCHEMA, Spill, SpillAnswer, SpillEnd, decode_batch, decode_heads, encode
+from shuffle.mapper.state import MapperState
 from shuffle.messages import GetRows
 from tests.property.test_window_model import LIMIT_BYTES, REDUCERS, InputRow, WindowModel, input_rows
 
@@ -78,11 +78,11 @@ class SpillModel(WindowModel):
             Guid("g"), ReducerIndex(reducer), ShuffleIndex(committed), ShuffleIndex(cursor), rows_max, bytes_max
         )
         try:
-            served = self.core.get_rows(request)
+            served = self.get_rows(request)
         except StoreUnavailable:
             assert not self.core.spilling.is_known
             self.load()
-            served = self.core.get_rows(request)
+            served = self.get_rows(request)
         read = self.core.spill_read(request)
         if read is not None:
             assert not served
@@ -95,6 +95,7 @@ class SpillModel(WindowModel):
                     break
             read.spill.learn(heads[: at + 1])
             served = answer.served
+            self.core.note_served(ReducerIndex(reducer), served)
         found_rows = [int(value.split(":")[0]) for one in served for value in one.rows.column(0).to_pylist()]
         expected = self.of_reducer(reducer, cursor, self.core.next_input_index)
         assert found_rows == expected[: len(found_rows)], "in order, without holes, and never another reducer's"
@@ -123,8 +124,8 @@ class SpillModel(WindowModel):
         before = self.core.spilling.ends(list(plan.spill))
         for reducer, parts in plan.spill.items():
             assert before[reducer] == self.ends[reducer]
-            committed = self.core.buckets[reducer].committed
-            self.tables[reducer], self.ends_after[reducer] = encode(parts, before[reducer], committed, "lz4", 1)
+            dropped = plan.dropped[reducer]
+            self.tables[reducer], self.ends_after[reducer] = encode(parts, before[reducer], dropped, "lz4", 1)
 
     @precondition(lambda self: self.plan is not None)
     @rule(outcome=outcomes)
@@ -132,6 +133,7 @@ class SpillModel(WindowModel):
         plan, self.plan = self.plan, None
         assert isinstance(plan, TrimPlan)
         assert plan.expected == (self.persisted or MapperState())
+        self.core.check_claims(plan.claims, self.committed_in_the_store())
         self.prepare(plan)
         if outcome in ("committed", "unknown, happened"):
             self.persisted = plan.state

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shuffle.errors import CommitConflict, ConstraintViolated, Expired, OutOfRange, SequenceError
-from statestore import StateClient, ordered_table
-from statestore.ordered_table import PRODUCER_SEQUENCES_MAX
+from shuffle.statestore import StateClient, ordered_table
+from shuffle.statestore.ordered_table import PRODUCER_SEQUENCES_MAX
 
 PARTITIONS = 2
 SEGMENT_BYTES = 1_200

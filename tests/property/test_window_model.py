@@ -9,11 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mapper.core import MappedBatch, MapperCore, TrimPlan
-from mapper.mapping import cut
-from mapper.state import MapperState
-from shuffle.errors import RowsGone, SplitBrain, StoreUnavailable
+from shuffle.errors import FalseClaim, NotServed, RowsGone, SplitBrain, StoreUnavailable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
+from shuffle.mapper.bucket import ServedBatch
+from shuffle.mapper.core import MappedBatch, MapperCore, TrimPlan
+from shuffle.mapper.mapping import cut
+from shuffle.mapper.state import MapperState
 from shuffle.messages import GetRows
 from shuffle.poison import dead_letters
 
@@ -107,7 +108,7 @@ class WindowModel(RuleBasedStateMachine):
             with pytest.raises(StoreUnavailable):
                 self.core.get_rows(request)
             return
-        served = self.core.get_rows(request)
+        served = self.get_rows(request)
         found = [int(value.split(":")[0]) for one in served for value in one.rows.column(0).to_pylist()]
         expected = self.of_reducer(reducer, cursor, self.core.next_input_index)
         assert found == expected[: len(found)], "in order, without holes, and never another reducer's"
@@ -120,6 +121,18 @@ class WindowModel(RuleBasedStateMachine):
         if found:
             self.cursor[reducer] = found[-1]
 
+    def get_rows(self, request: GetRows) -> list[ServedBatch]:
+        """What an instance has not served itself, the store confirms."""
+        try:
+            return self.core.get_rows(request)
+        except NotServed:
+            assert request.committed_row_index > self.core.buckets[request.reducer_index].served
+            self.core.learn_committed(self.committed_in_the_store())
+            return self.core.get_rows(request)
+
+    def committed_in_the_store(self) -> dict[ReducerIndex, ShuffleIndex]:
+        return {ReducerIndex(reducer): ShuffleIndex(last) for reducer, last in enumerate(self.committed)}
+
     @rule(reducer=st.integers(0, REDUCERS - 1), share=st.floats(0, 1))
     def commit(self, reducer: int, share: float) -> None:
         """The reducer makes some of what it fetched durable; the mapper hears of it with the next fetch."""
@@ -131,6 +144,37 @@ class WindowModel(RuleBasedStateMachine):
         ]
         if fetched:
             self.committed[reducer] = fetched[min(int(share * len(fetched)), len(fetched) - 1)]
+
+    @rule(reducer=st.integers(0, REDUCERS - 1), share=st.floats(0, 1))
+    def somebody_lies(self, reducer: int, share: float) -> None:
+        """In the name of a reducer, rows are called committed that are not: served ones, and others.
+
+        The second is refused at once; the first is found before anything is forgotten for good.
+        """
+        served = self.core.buckets[reducer].served
+        before = self.core.window_size, self.core.local, self.core.claims()
+        beyond = max(served, self.committed[reducer]) + 1 + int(share * 10)
+        with pytest.raises(NotServed) as refused:
+            self.core.get_rows(self.lie(reducer, beyond))
+        assert refused.value.committed_row_index == beyond
+        assert (self.core.window_size, self.core.local, self.core.claims()) == before, "nothing was changed"
+        told = self.committed[reducer] + 1 + int(share * (served - self.committed[reducer]))
+        if told > served or not self.spill_is_known_after(told):
+            return
+        try:
+            self.core.get_rows(self.lie(reducer, told))
+        except RowsGone:
+            return  # Lower than what was told before: nothing was changed.
+        if self.core.buckets[reducer].dropped > self.committed[reducer]:
+            with pytest.raises(FalseClaim) as found:
+                self.core.check_claims(self.core.claims(), self.committed_in_the_store())
+            assert found.value.committed_row_index == self.committed[reducer] < found.value.claimed_row_index
+        self.core.restart(self.persisted, self.committed_in_the_store())
+        self.load()
+        self.plan = None
+
+    def lie(self, reducer: int, committed: int) -> GetRows:
+        return GetRows(Guid("g"), ReducerIndex(reducer), ShuffleIndex(committed), ShuffleIndex(committed), 1, 1)
 
     @rule(reducer=st.integers(0, REDUCERS - 1))
     def reducer_restarts(self, reducer: int) -> None:
@@ -164,6 +208,7 @@ class WindowModel(RuleBasedStateMachine):
         plan, self.plan = self.plan, None
         assert plan is not None
         assert plan.expected == (self.persisted or MapperState())
+        self.core.check_claims(plan.claims, self.committed_in_the_store())
         if outcome in ("committed", "unknown, happened"):
             self.persisted = plan.state
             if plan.dead_letters is not None:

@@ -74,6 +74,8 @@ class Checkers:
         self._mapper_states = [(0, 0, 0)] * len(mappers)
         self._input_begins = [0] * len(mappers)
         self._last_rows: tuple[bytes | None, ...] = ()
+        self._served: dict[tuple[str, int], int] = {}
+        """By the mapper's guid and reducer: the last index that was in any answer."""
         self.commits_seen = 0
 
     def violated(self, invariant: int, what: str) -> None:
@@ -176,12 +178,20 @@ class Checkers:
         if version > self.durable_version():
             self.violated(8, f"version {version} is acknowledged and {self.durable_version()} is durable")
 
-    def on_get_rows(self, mapper: int, ticket: dict[str, Any], batches: Sequence[tuple[Any, int]]) -> None:
+    def on_get_rows(
+        self, mapper: int, ticket: dict[str, Any], batches: Sequence[tuple[Any, int]], is_lie: bool = False
+    ) -> None:
         """An answer to GetRows, as the mapper sends it."""
         reducer, cursor, committed = ticket["reducer_index"], ticket["from_row_index"], ticket["committed_row_index"]
         durable = self.committed[reducer][mapper]
-        if committed > durable:
+        if committed > durable and not is_lie:
             self.violated(7, f"reducer {reducer} tells mapper {mapper} it committed {committed}: durable is {durable}")
+        if ticket["processor"] != "job":
+            self.violated(7, f"mapper {mapper} answers a request of processor {ticket['processor']}")
+        at, served = (ticket["mapper_id"], reducer), [last for _, last in batches]
+        if committed > max(durable, self._served.get(at, -1)):
+            self.violated(7, f"mapper {mapper} believes that reducer {reducer} committed {committed}, never served")
+        self._served[at] = max([self._served.get(at, -1), *served])
         expected = [row for row in self.oracle.parts[mapper][reducer] if row[0] > cursor]
         at = 0
         for rows, last in batches:

@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from shuffle.errors import CorruptData, DiskFull, StoreError
+from shuffle.statestore.engine import VERSION_KEY
 
 Batch = list[tuple[bytes, bytes | None]]
 
@@ -35,6 +36,10 @@ class Disk:
         self.unsynced_files: dict[str, bytearray] = {}
         """The files as processes see them, where that differs from what is durable."""
         self.removed: dict[str, bytearray] = {}
+        self.set_aside: dict[str, bytearray] = {}
+        self.acknowledged = 0
+        """What the marker of the store says. A crash may take it back by a little; that it does not is the harder case
+        for the store, which must find everything that the marker names."""
         self.fail_next: str | None = None
         """A fault waiting for the next operation of that kind: write, sync, append, segment sync."""
         self.failed = False
@@ -51,6 +56,7 @@ class Disk:
         other.keys = dict(self.keys)
         other.files = {name: bytearray(data) for name, data in self.files.items()}
         other.modified_ms = dict(self.modified_ms)
+        other.acknowledged = self.acknowledged
         return other
 
     def crash(self) -> None:
@@ -263,10 +269,38 @@ class SimSegments:
         if data is not None:
             disk.removed[name] = data
 
+    def set_aside(self, name: str) -> None:
+        disk = self._disk
+        disk.check_alive()
+        disk.set_aside[name] = self._seen(name)
+        disk.unsynced_files.pop(name, None)
+        disk.files.pop(name, None)
+
     def free_bytes(self) -> int:
         if not self._disk.free_bytes:
             self._disk.on_fault("disk full")
         return self._disk.free_bytes
+
+    def close(self) -> None: ...
+
+
+class SimMarker:
+    """The marker of the store on ``disk``. A database that falls short of it is refused, as by the real one."""
+
+    store_id = bytes(16)
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self.written_bytes = self.syncs = 0
+        reached = int(disk.keys.get(VERSION_KEY, b"0"))
+        if reached < disk.acknowledged:
+            raise CorruptData(f"version {reached} is reached, but {disk.acknowledged} was acknowledged")
+
+    def acknowledge(self, version: int) -> None:
+        self._disk.check_alive()
+        self._disk.acknowledged = version
+
+    def sync(self) -> None: ...
 
     def close(self) -> None: ...
 

@@ -7,13 +7,24 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from mapper.core import MapperCore
-from reducer.core import ReducerCore
-from reducer.pipeline import Pipeline
-from reducer.reduce import ReduceStage
-from shuffle.errors import CommitConflict, DiskFull, RowsGone, ShuffleError, SplitBrain, StaleMapper
-from statestore.engine import Engine
-from statestore.leases import LeaseTable
+from shuffle.errors import (
+    BadInput,
+    CommitConflict,
+    DiskFull,
+    FalseClaim,
+    NotServed,
+    RowsGone,
+    ShuffleError,
+    SplitBrain,
+    StaleMapper,
+)
+from shuffle.mapper.core import MapperCore
+from shuffle.mapper.serve import SharedCore
+from shuffle.reducer.core import ReducerCore
+from shuffle.reducer.pipeline import Pipeline
+from shuffle.reducer.reduce import ReduceStage
+from shuffle.statestore.engine import Engine
+from shuffle.statestore.leases import LeaseTable
 from tests.sim import kernel
 
 After = Callable[[Callable[[str], None], Any, tuple[Any, ...], Any, BaseException | None], None]
@@ -40,6 +51,10 @@ def _watch(owner: type, name: str, after: After, before: Callable[..., Any] | No
     setattr(owner, name, watched)
 
 
+observe_false_claim: Callable[[int, int, int], None] = lambda mapper, reducer, dropped: None  # noqa: E731
+"""The checkers' eye on rows that a mapper has dropped without their being committed."""
+
+
 def install() -> None:
     _watch_mapper()
     _watch_reducer()
@@ -63,6 +78,7 @@ def _watch_mapper() -> None:
             mark("rows were gone")
 
     _watch(MapperCore, "get_rows", served)
+    _watch_claims()
 
     def mapped(mark: Any, core: Any, args: Any, result: Any, error: Any) -> None:
         if error is None and result[1] is None:
@@ -81,6 +97,30 @@ def _watch_mapper() -> None:
             mark("a mapper set rows aside")
 
     _watch(MapperCore, "trim_plan", planned)
+
+
+def _watch_claims() -> None:
+    def is_beyond(shared: Any, request: Any, *_: Any) -> bool:
+        core = shared.core
+        known = core._claims.believable(core.buckets[request.reducer_index])
+        return bool(request.mapper_id == core.guid and request.committed_row_index > known)
+
+    def asked(mark: Any, shared: Any, args: Any, result: Any, error: Any) -> None:
+        if isinstance(error, NotServed):
+            mark("a mapper refused a claim")
+        elif isinstance(error, BadInput) and args[0].processor != shared.core.processor:
+            mark("a mapper refused a request of another processor")
+        elif error is None and result[0]:
+            mark("the store confirmed a claim")
+
+    _watch(SharedCore, "get_rows", asked, before=is_beyond)
+
+    def checked(mark: Any, core: Any, args: Any, result: Any, error: Any) -> None:
+        if isinstance(error, FalseClaim):
+            mark("a false claim was found at the trim")
+            observe_false_claim(core.mapper_index, error.reducer_index, error.claimed_row_index)
+
+    _watch(MapperCore, "check_claims", checked)
 
 
 def _watch_reducer() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mapper.core import MapperCore
-from mapper.spill import Spill, SpillAnswer
-from mapper.spill_store import SpillStore
-from mapper.spilling import Spilling
-from mapper.trim import Trimmer
+from shuffle.mapper.core import MapperCore
+from shuffle.mapper.spill import Spill, SpillAnswer
+from shuffle.mapper.spill_store import SpillStore
+from shuffle.mapper.spilling import Spilling
+from shuffle.mapper.trim import Trimmer
 
 
 def install(watch: Callable[..., None]) -> None:

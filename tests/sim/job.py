@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from mapper.spill import SPILL_SCHEMA
-from mapper.spill_store import SPILLS_KEY, SPILLS_VALUE
-from mapper.state import MAPPERS_KEY, MAPPERS_VALUE
-from reducer.state import REDUCERS_KEY, REDUCERS_VALUE
 from shuffle.config import InputSpec, MapperSpec, ProcessorSpec, ReducerSpec
+from shuffle.mapper.spill import SPILL_SCHEMA
+from shuffle.mapper.spill_store import SPILLS_KEY, SPILLS_VALUE
+from shuffle.mapper.state import MAPPERS_KEY, MAPPERS_VALUE
 from shuffle.poison import DEAD_LETTER_SCHEMA
-from statestore.client import StateClient
+from shuffle.reducer.state import REDUCERS_KEY, REDUCERS_VALUE
+from shuffle.statestore.client import StateClient
 from tests.sim import kernel
 from tests.sim.disk import Disk
 from tests.sim.kernel import Process, World

@@ -12,10 +12,13 @@ EXPECTED: tuple[str, ...] = (
     "request arrived after its caller gave up",
     "a message reached another life of its target",
     # the mapper
+    "a false claim was found at the trim",
     "a gap without rows",
     "a lease ran out",
     "a mapper noticed another instance",
+    "a mapper refused a claim",
     "a mapper refused a request for another instance",
+    "a mapper refused a request of another processor",
     "a mapper set rows aside",
     "a poison row stopped its partition",
     "a trim whose answer was lost had happened",
@@ -23,6 +26,7 @@ EXPECTED: tuple[str, ...] = (
     "mapper paused beyond its lease",
     "rows were gone",
     "rows were mapped again that were committed already",
+    "the store confirmed a claim",
     "three instances of a mapper",
     # the reducer
     "a commit was settled: committed",

@@ -12,14 +12,14 @@ from typing import Any
 
 import pyarrow as pa
 
-import mapper.ingest
-import mapper.state
-import mapper.trim
-import statestore.client
-from reducer.state import ReducerState
-from statestore.catalogue import QueueEntry, TableEntry
-from statestore.schema import QueueSchema, TableSchema
-from statestore.table import Table
+import shuffle.mapper.ingest
+import shuffle.mapper.state
+import shuffle.mapper.trim
+import shuffle.statestore.client
+from shuffle.reducer.state import ReducerState
+from shuffle.statestore.catalogue import QueueEntry, TableEntry
+from shuffle.statestore.schema import QueueSchema, TableSchema
+from shuffle.statestore.table import Table
 
 ENTRIES_MAX = 20_000
 """Then everything is forgotten but the tables themselves."""
@@ -73,7 +73,7 @@ def _remember_schemas() -> None:
         entry.of = staticmethod(  # type: ignore[method-assign]
             lambda schema, make=make: _of_schema(make, schema)
         )
-    client: Any = statestore.client
+    client: Any = shuffle.statestore.client
     client.Table = lambda schema: _of_schema(Table, schema)
 
 
@@ -121,9 +121,9 @@ def _remember_tables() -> None:
 
 def _remember_states() -> None:
     mapper_key, mapper_rows, mapper_parse = (
-        mapper.state.key_rows,
-        mapper.state.state_rows,
-        mapper.state.state_from_rows,
+        shuffle.mapper.state.key_rows,
+        shuffle.mapper.state.state_rows,
+        shuffle.mapper.state.state_from_rows,
     )
     reducer_key, reducer_rows, reducer_parse = ReducerState.key, ReducerState.to_row, ReducerState.from_rows
 
@@ -142,10 +142,10 @@ def _remember_states() -> None:
         found = _kept.get(at)
         return found[0] if found is not None else _remember(at, parse(rows, *arguments), rows)
 
-    states: Any = mapper.state
+    states: Any = shuffle.mapper.state
     states.key_rows = lambda index: rows_of(mapper_key, index)
     states.state_from_rows = lambda rows: parsed(mapper_parse, rows)
-    users: tuple[Any, ...] = (mapper.state, mapper.ingest, mapper.trim)
+    users: tuple[Any, ...] = (shuffle.mapper.state, shuffle.mapper.ingest, shuffle.mapper.trim)
     for module in users:
         module.state_rows = lambda index, state: rows_of(mapper_rows, index, state)
     reducers: Any = ReducerState

@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.sim import mutants_mapper, mutants_reducer, mutants_spill, mutants_store, mutants_twins, profiles
+from tests.sim import (
+    mutants_claims,
+    mutants_mapper,
+    mutants_reducer,
+    mutants_spill,
+    mutants_store,
+    mutants_twins,
+    profiles,
+)
 
 SEEDS_MAX = 1_000
 
@@ -21,7 +29,8 @@ Mutant = Callable[[Patch], None]
 
 def _collect() -> dict[str, Mutant]:
     made: dict[str, Mutant] = {}
-    for module in (mutants_reducer, mutants_mapper, mutants_store, mutants_spill, mutants_twins):
+    modules = (mutants_reducer, mutants_mapper, mutants_claims, mutants_store, mutants_spill, mutants_twins)
+    for module in modules:
         for name, value in vars(module).items():
             if callable(value) and getattr(value, "__module__", "") == module.__name__ and not name.startswith("_"):
                 made[name] = value

@@ -6,21 +6,21 @@ import contextlib
 from dataclasses import replace
 from typing import Any
 
-import reducer.core as _core
-from reducer.commit import Committer as _Committer
-from reducer.core import ReducerCore as _Core
-from reducer.core import Settled as _Settled
-from reducer.fetch import Choice as _Choice
-from reducer.known import KnowingTransaction as _KnowingTransaction
-from reducer.known import KnownRows as _KnownRows
-from reducer.reduce import ReduceStage as _Stage
-from reducer.state import ReducerState as _ReducerState
+import shuffle.reducer.core as _core
 from shuffle.errors import CommitConflict as _CommitConflict
 from shuffle.errors import CommitUnknown as _CommitUnknown
 from shuffle.errors import SplitBrain as _SplitBrain
 from shuffle.ids import NOTHING_COMMITTED as _NOTHING_COMMITTED
-from statestore.buffers import listed as _listed
-from statestore.transaction import Transaction as _Transaction
+from shuffle.reducer.commit import Committer as _Committer
+from shuffle.reducer.core import ReducerCore as _Core
+from shuffle.reducer.core import Settled as _Settled
+from shuffle.reducer.fetch import Choice as _Choice
+from shuffle.reducer.known import KnowingTransaction as _KnowingTransaction
+from shuffle.reducer.known import KnownRows as _KnownRows
+from shuffle.reducer.reduce import ReduceStage as _Stage
+from shuffle.reducer.state import ReducerState as _ReducerState
+from shuffle.statestore.buffers import listed as _listed
+from shuffle.statestore.transaction import Transaction as _Transaction
 
 
 def no_compare_at_commit(patch: Any) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mapper.core import MapperCore as _Core
-from mapper.serve import SharedCore as _Shared
-from mapper.spill import Spill as _Spill
-from mapper.spill import SpillAnswer as _Answer
-from mapper.spill_store import SpillStore as _Store
-from mapper.spilling import Spilling as _Spilling
-from mapper.state import mappers_table as _mappers_table
-from mapper.state import state_rows as _state_rows
-from mapper.trim import Trimmer as _Trimmer
-from statestore.transaction import Transaction as _Transaction
+from shuffle.mapper.core import MapperCore as _Core
+from shuffle.mapper.serve import SharedCore as _Shared
+from shuffle.mapper.spill import Spill as _Spill
+from shuffle.mapper.spill import SpillAnswer as _Answer
+from shuffle.mapper.spill_store import SpillStore as _Store
+from shuffle.mapper.spilling import Spilling as _Spilling
+from shuffle.mapper.state import mappers_table as _mappers_table
+from shuffle.mapper.state import state_rows as _state_rows
+from shuffle.mapper.trim import Trimmer as _Trimmer
+from shuffle.statestore.transaction import Transaction as _Transaction
 
 
 def spill_in_a_transaction_of_its_own(patch: Any) -> None:
@@ -120,7 +120,7 @@ def partly_committed_batch_trimmed(patch: Any) -> None:
 
 
 def first_row_of_a_part_left_out_of_the_spill(patch: Any) -> None:
-    import mapper.core as core
+    import shuffle.mapper.core as core
 
     original = core.spill_part
 
@@ -132,7 +132,7 @@ def first_row_of_a_part_left_out_of_the_spill(patch: Any) -> None:
 
 
 def indexes_of_the_spill_off_by_one(patch: Any) -> None:
-    import mapper.core as core
+    import shuffle.mapper.core as core
 
     original = core.spill_part
     patch(core, "spill_part", lambda one: original(one)._replace(row_indexes=original(one).row_indexes + 1))
@@ -197,6 +197,26 @@ def unknown_trim_of_the_spill_taken_for_done(patch: Any) -> None:
         return True
 
     patch(_Store, "trim", trim)
+
+
+def spill_trimmed_by_claims(patch: Any) -> None:
+    """The store is asked before the state moves, and not before the spill is trimmed."""
+    original_trim, original_check = _Trimmer._trim_spill, _Trimmer._check_claims
+    trimming: list[Any] = []
+
+    def trim_spill(self: Any) -> bool:
+        trimming.append(self)
+        try:
+            return original_trim(self)
+        finally:
+            trimming.remove(self)
+
+    def check_claims(self: Any, claims: Any) -> None:
+        if self not in trimming:
+            original_check(self, claims)
+
+    patch(_Trimmer, "_trim_spill", trim_spill)
+    patch(_Trimmer, "_check_claims", check_claims)
 
 
 def spill_never_trimmed(patch: Any) -> None:

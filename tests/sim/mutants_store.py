@@ -6,12 +6,12 @@ import contextlib
 from typing import Any
 
 from shuffle.errors import ShuffleError as _ShuffleError
-from statestore.engine import Engine as _Engine
-from statestore.local import LocalStore as _LocalStore
-from statestore.ordered_table import Partition as _Partition
-from statestore.ordered_table import PartitionPlan as _Plan
-from statestore.sessions import Sessions as _Sessions
-from statestore.validation import ConflictHistory as _History
+from shuffle.statestore.engine import Engine as _Engine
+from shuffle.statestore.local import LocalStore as _LocalStore
+from shuffle.statestore.ordered_table import Partition as _Partition
+from shuffle.statestore.ordered_table import PartitionPlan as _Plan
+from shuffle.statestore.sessions import Sessions as _Sessions
+from shuffle.statestore.validation import ConflictHistory as _History
 
 
 class _Lazy:
@@ -37,6 +37,27 @@ def acknowledge_before_sync(patch: Any) -> None:
             self._keys = keys
 
     patch(_Engine, "persist", persist)
+
+
+def marker_written_before_the_sync(patch: Any) -> None:
+    """The marker then names commits that a crash takes back, and the store refuses itself."""
+    original = _LocalStore._write_group
+
+    def write_group(self: Any, waiting: Any) -> None:
+        persist = self._engine.persist
+
+        def early(group: Any) -> None:
+            if group.changed:
+                self._marker.acknowledge(self._engine.version)
+            persist(group)
+
+        self._engine.persist = early
+        try:
+            original(self, waiting)
+        finally:
+            del self._engine.persist
+
+    patch(_LocalStore, "_write_group", write_group)
 
 
 def segments_not_synced(patch: Any) -> None:
@@ -182,7 +203,7 @@ def moment_outlives_nothing(patch: Any) -> None:
     original = _Sessions.drop
 
     def drop(self: Any, session_id: int, moment_id: int) -> Any:
-        from statestore.store import Moment
+        from shuffle.statestore.store import Moment
 
         return original(self, session_id, moment_id) or Moment(-1, 0)
 

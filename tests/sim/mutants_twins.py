@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mapper.ingest import Ingestion as _Ingestion
+from shuffle.mapper.ingest import Ingestion as _Ingestion
 
 
 def reducers_not_asked_at_a_restart(patch: Any) -> None:

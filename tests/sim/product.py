@@ -16,8 +16,6 @@ from typing import Any
 
 from shuffle.footprint import keep_small
 
-PACKAGES = ("shuffle", "mapper", "reducer", "statestore")
-
 MODULES = (
     "shuffle.config",
     "shuffle.discovery",
@@ -27,12 +25,12 @@ MODULES = (
     "shuffle.poison",
     "shuffle.preflight",
     "shuffle.spec_file",
-    "mapper.daemon",
-    "mapper.folder",
-    "reducer.daemon",
-    "statestore.client",
-    "statestore.local",
-    "statestore.held",
+    "shuffle.mapper.daemon",
+    "shuffle.mapper.folder",
+    "shuffle.reducer.daemon",
+    "shuffle.statestore.client",
+    "shuffle.statestore.local",
+    "shuffle.statestore.held",
 )
 
 _installed = False
@@ -63,7 +61,7 @@ class NoMetrics:
 
 def is_product(name: str) -> bool:
     # The generated messages register themselves in a pool of the process, once.
-    return name.partition(".")[0] in PACKAGES and not name.startswith("statestore.proto")
+    return name.partition(".")[0] == "shuffle" and not name.startswith("shuffle.statestore.proto")
 
 
 def install() -> None:
@@ -102,7 +100,7 @@ def install() -> None:
 
 def _settle() -> None:
     """Constants that are right for a real machine and would only make virtual time long."""
-    names = ("mapper.daemon", "reducer.daemon", "reducer.fetch", "reducer.stream")
+    names = ("shuffle.mapper.daemon", "shuffle.reducer.daemon", "shuffle.reducer.fetch", "shuffle.reducer.stream")
     mapper, reducer, fetch, stream = (sys.modules[name] for name in names)
     vars(mapper).update(MapperMetrics=NoMetrics, DRAIN_S=2.0)
     vars(reducer).update(ReducerMetrics=NoMetrics, _STOP_CHECK_S=1.0)

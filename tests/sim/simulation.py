@@ -8,16 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import mapper.daemon
-import reducer.daemon
-from mapper.reader import QueueReader
+import shuffle.mapper.daemon
+import shuffle.reducer.daemon
 from shuffle.errors import CommitUnknown, StoreError, UserCodeError
 from shuffle.ids import MapperIndex
-from statestore.client import StateClient
-from tests.sim import checkers, faults, flight, kernel, shims
+from shuffle.mapper.reader import QueueReader
+from shuffle.statestore.client import StateClient
+from tests.sim import checkers, eyes, faults, flight, kernel, shims
 from tests.sim.clients import Producer, SnapshotReader
 from tests.sim.job import batch_bytes_max, job_spec, prepared_disk
 from tests.sim.kernel import Process, World
+from tests.sim.liars import Liars, is_lie
 from tests.sim.lies import Lies
 from tests.sim.network import Network
 from tests.sim.slots import Slot
@@ -54,10 +55,12 @@ class Simulation:
         self.world.keep_lines = keep_lines
         self.stragglers = Stragglers(seed)
         self.twins = Twins(seed)
+        self.liars = Liars(seed)
         workload = Workload.make(self.world.streams["workload"])
         self.workload = self.twins.workload(self.stragglers.workload(workload))
         self.oracle = Oracle(self.workload)
         made = self.twins.faults(self.stragglers.faults(faults.make_faults(self.world.streams["faults"])))
+        made = self.liars.faults(made)
         self.faults = made if fault_list is None else fault_list
         rng = self.world.streams["workload"]
         self.spec = self.stragglers.spec(job_spec(self.workload, rng))
@@ -152,13 +155,14 @@ class Simulation:
         """The few places where the daemons ask for something that is made up here."""
         flight.network = self.network
         flight.observe_answer = self._observe_answer
-        daemon: Any = mapper.daemon
+        eyes.observe_false_claim = self._observe_false_claim
+        daemon: Any = shuffle.mapper.daemon
         daemon.check_against_store = lambda spec, client: self.workload.mapper_count
         daemon.load_class = lambda spec, role: SimMapper
         daemon.open_reader = lambda spec, index, client, mapper_spec: GapReader(
             QueueReader(client, "input", index, wait_ms=mapper_spec.read_wait_ms)
         )
-        daemon = reducer.daemon
+        daemon = shuffle.reducer.daemon
         daemon.load_class = lambda spec, role: SimReducer
         daemon.check_config = lambda cls, config: config
         SimReducer.with_output = self.workload.with_output
@@ -218,7 +222,7 @@ class Simulation:
     def mapper_main(self, process: Process, index: int) -> None:
         self._worker(
             process,
-            lambda stop: mapper.daemon._run(
+            lambda stop: shuffle.mapper.daemon._run(
                 self.spec, MapperIndex(index), self.client(process), "127.0.0.1:0", stop, lambda address: None
             ),
         )
@@ -226,7 +230,7 @@ class Simulation:
     def reducer_main(self, process: Process, index: int) -> None:
         self._worker(
             process,
-            lambda stop: reducer.daemon.ReducerDaemon(
+            lambda stop: shuffle.reducer.daemon.ReducerDaemon(
                 self.spec, index, self.client(process), self.workload.mapper_count
             ).run(stop),
         )
@@ -254,10 +258,15 @@ class Simulation:
 
     # eyes
 
+    def _observe_false_claim(self, mapper: int, reducer: int, dropped: int) -> None:
+        if not self.liars.has_told(mapper, reducer, dropped):
+            self.checkers.violated(7, f"mapper {mapper} dropped row {dropped} of reducer {reducer}, not committed")
+
     def _observe_answer(self, server: Any, ticket: Any, chunks: list[Any]) -> None:
         core = server._shared.core
         batches = [(chunk.data, int(chunk.app_metadata)) for chunk in chunks]
-        self.checkers.on_get_rows(core.mapper_index, json.loads(ticket.ticket), batches)
+        asked = json.loads(ticket.ticket)
+        self.checkers.on_get_rows(core.mapper_index, asked, batches, is_lie(asked))
         self.checkers.on_window(core.mapper_index, core.nbytes, core.memory_bytes_max, self.batch_bytes_max)
         parts = [
             (part.reducer_index, part.last_row_index) for entry in core._window.entries for part in entry.parts.values()

@@ -13,15 +13,16 @@ from typing import Any
 
 import pyarrow as pa
 
-import statestore.local
+import shuffle.statestore.local
+import shuffle.statestore.opening
 from shuffle.errors import CommitConflict, CommitUnknown, Expired, ShuffleError, StoreUnavailable
-from statestore.buffers import Binary
-from statestore.held import Held
-from statestore.leases import Member
-from statestore.request import CatalogueChange, CommitRequest, Committed
-from statestore.store import Moment, QueueRead
+from shuffle.statestore.buffers import Binary
+from shuffle.statestore.held import Held
+from shuffle.statestore.leases import Member
+from shuffle.statestore.request import CatalogueChange, CommitRequest, Committed
+from shuffle.statestore.store import Moment, QueueRead
 from tests.sim import kernel
-from tests.sim.disk import Disk, SimKeys, SimSegments, sim_folder
+from tests.sim.disk import Disk, SimKeys, SimMarker, SimSegments, sim_folder
 from tests.sim.kernel import Process, World
 from tests.sim.network import Network, NoAnswer, NotReached
 
@@ -29,7 +30,7 @@ ADDRESS = "grpc://store:1"
 TIMEOUT_S = 1.0
 SESSION_TTL_MS = 1_800
 
-Service = tuple[statestore.local.LocalStore, Held]
+Service = tuple[shuffle.statestore.local.LocalStore, Held]
 
 
 class StoreHost:
@@ -40,7 +41,7 @@ class StoreHost:
         self.network = network
         self.disk = disk
         self.process: Process | None = None
-        self.store: statestore.local.LocalStore | None = None
+        self.store: shuffle.statestore.local.LocalStore | None = None
         self.on_commit: Callable[[CommitRequest, Committed], None] = lambda request, committed: None
         self.wall_offset_us = 0
         self.starts = 0
@@ -63,13 +64,14 @@ class StoreHost:
         self.disk.wait = lambda us: kernel.park(us / kernel.US_PER_S) if self.world.current is not None else None
 
     def _main(self, process: Process) -> None:
-        local: Any = statestore.local
+        local: Any = shuffle.statestore.local
+        opening: Any = shuffle.statestore.opening
         local.StoreFolder = sim_folder
-        local.Rocks = lambda folder: SimKeys(self.disk)
+        opening.open_database = lambda folder: (SimKeys(self.disk), SimMarker(self.disk))
         segments = SimSegments(self.disk, lambda: self.world.now_us // 1000)
-        local.SegmentDisk = lambda folder: segments
+        opening.SegmentDisk = lambda folder: segments
         local.map_range = segments.map_range
-        self.store = store = statestore.local.LocalStore("sim")
+        self.store = store = shuffle.statestore.local.LocalStore("sim")
         held = Held(store)
         self.network.listen(ADDRESS, process, (store, held))
         while store.failure is None:

@@ -56,8 +56,8 @@ class Stragglers:
         if not self.is_on or not is_profile():
             return made
         rng = self._rng
-        made.reducer_count = rng.choice([2, 2, 3])
-        made.lengthen(rng, [0, 20, 40])
+        made.reducer_count = rng.choice([2, 3, 3])
+        made.lengthen(rng, [40, 80])
         return made
 
     def spec(self, made: ProcessorSpec) -> ProcessorSpec:
@@ -67,7 +67,7 @@ class Stragglers:
         spill = SpillSpec(
             reducers_done_share=rng.choice([0.3, 0.5]),
             age_ms=rng.choice([20, 60, 200]),
-            memory_share=rng.choice([0.05, 0.3, 0.6]),
+            memory_share=rng.choice([0.05, 0.05, 0.3] if is_profile() else [0.05, 0.3, 0.6]),
             compression=rng.choice(["none", "lz4", "zstd"]),  # type: ignore[arg-type]
         )
         memory_bytes = rng.choice([3_000, 6_000, 12_000]) if is_profile() else made.mapper.memory_bytes
@@ -106,7 +106,7 @@ class Stragglers:
                 rng.random(),
                 rng.random(),
             )
-            for number in range(first_number, first_number + 3)
+            for number in range(first_number, first_number + 6)
         ]
 
 
@@ -143,6 +143,6 @@ def staged_bytes_min() -> int:
 
 
 def settle(modules: dict[str, Any]) -> None:
-    vars(modules["mapper.spill_store"]).update(STAGED_BYTES_MIN=staged_bytes_min(), STAGED_TTL_MS=3_000)
-    vars(modules["mapper.spill"]).update(BATCH_BYTES=120)
-    vars(modules["mapper.spilling"]).update(BLOCKED_MS=300)
+    vars(modules["shuffle.mapper.spill_store"]).update(STAGED_BYTES_MIN=staged_bytes_min(), STAGED_TTL_MS=3_000)
+    vars(modules["shuffle.mapper.spill"]).update(BATCH_BYTES=120)
+    vars(modules["shuffle.mapper.spilling"]).update(BLOCKED_MS=300)

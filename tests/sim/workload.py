@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from mapper.reader import PartitionReader, QueueReader
 from shuffle.api import Mapper, PartitionedRowset, Reducer
+from shuffle.mapper.reader import PartitionReader, QueueReader
 from tests.sim import kernel, memo
 
 PLAIN, DROPPED, TWO, MAP_POISON, REDUCE_POISON, HOLE = range(6)

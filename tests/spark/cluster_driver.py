@@ -19,8 +19,8 @@ from pyspark.sql import SparkSession
 
 from shuffle import AggregateReducer, Count, Max
 from shuffle.aggregates import Aggregate
-from spark_connector import reduce_stream
-from statestore import Transaction
+from shuffle.spark_connector import reduce_stream
+from shuffle.statestore import Transaction
 
 SLOW_S = 8.0
 

@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 
 from examples.local import LocalSystem
 from examples.spark_pipeline import Mappers
-from statestore import StateClient
+from shuffle.statestore import StateClient
 from tests.spark.programs import KilledDrivers, PipelineRun
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -10,7 +10,7 @@ import sys
 
 from pyspark.sql import SparkSession
 
-from spark_connector import reduce_stream
+from shuffle.spark_connector import reduce_stream
 
 
 def main() -> None:

@@ -21,10 +21,10 @@ from pyspark.sql.datasource import DataSourceStreamWriter, WriterCommitMessage
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.types import StructType
 
-from spark_connector.datasource import ShuffleDataSource
-from spark_connector.options import Options
-from spark_connector.sink import QueueStreamWriter, queue_target
-from spark_connector.staging import StagedMessage
+from shuffle.spark_connector.datasource import ShuffleDataSource
+from shuffle.spark_connector.options import Options
+from shuffle.spark_connector.sink import QueueStreamWriter, queue_target
+from shuffle.spark_connector.staging import StagedMessage
 
 BATCH_ROWS = 1_000
 

@@ -16,9 +16,9 @@ from pyspark.sql.datasource import EqualTo, GreaterThanOrEqual, In, LessThan, Le
 from examples.local import LocalSystem
 from shuffle.errors import BadInput, SchemaMismatch
 from shuffle.partition import hash_partition
-from spark_connector import write_stream
-from spark_connector.filters import key_ranges
-from statestore import StateClient
+from shuffle.spark_connector import write_stream
+from shuffle.spark_connector.filters import key_ranges
+from shuffle.statestore import StateClient
 
 KEY = pa.schema([("user", pa.string()), ("day", pa.int32())])
 VALUE = pa.schema([("count", pa.int64()), ("seen", pa.timestamp("us", tz="UTC"))])
@@ -166,6 +166,36 @@ def test_upsert_into_a_table_is_whole_or_not_at_all(
     assert -1 not in {row["v"] for row in state.scan("upserted").read_all().to_pylist()}
 
 
+def test_write_that_fails_leaves_no_table_and_no_queue_behind(
+    spark: SparkSession, system: LocalSystem, state: StateClient
+) -> None:
+    before = {one.name for one in [*state.tables(), *state.queues()]}
+    rows = spark.range(100).coalesce(1)
+    mistakes = [
+        (rows.selectExpr("if(id = 77, null, id) k", "id v"), {"table": "left", "key": "k"}, "key column 'k' is null"),
+        (
+            rows.selectExpr("cast(raise_error('a bad row') as long) k", "id v"),
+            {"table": "left", "key": "k"},
+            "a bad row",
+        ),
+        (rows.selectExpr("id k", "array(id) v"), {"table": "left", "key": "k"}, "column 'v'"),
+        (
+            rows.selectExpr("id k", "cast(raise_error('a bad row') as string) v"),
+            {"queue": "left", "partitions": "2"},
+            "a bad row",
+        ),
+    ]
+    for frame, to, said in mistakes:
+        with pytest.raises(PySparkException, match=said):
+            frame.write.format("shuffle").options(state=system.address, **to).mode("append").save()
+        assert {one.name for one in [*state.tables(), *state.queues()]} == before, said
+    # Nothing at all is a success, and what was to be created is there.
+    for to in ({"table": "left", "key": "id"}, {"queue": "left-rows", "partitions": "2"}):
+        rows.where("id < 0").write.format("shuffle").options(state=system.address, **to).mode("append").save()
+    assert state.table("left").key.names == ["id"]
+    assert state.queue("left-rows").bounds() == [(0, 0), (0, 0)]
+
+
 MISTAKES = [
     ({"tabel": "readings"}, "there is no option 'tabel' to read; did you mean 'table'?"),
     ({"table": "readings", "queue": "ranges"}, "'table' and 'queue' contradict each other"),
@@ -173,6 +203,8 @@ MISTAKES = [
     ({"table": "readings", "splits": "many"}, "'splits' is a whole number of at least 1, not 'many'"),
     ({"table": "readings", "begin": "0"}, "'begin' goes with 'queue'"),
     ({"table": "readings", "state": "grpc://127.0.0.1:1", "timeout": "200ms"}, "waited for 0.2 s"),
+    ({"table": "readings", "state": "http://store:7070/"}, "neither: did you mean 'grpc://store:7070'?"),
+    ({"table": "readings", "state": "store:7070"}, "'store:7070' is neither: did you mean 'grpc://store:7070'?"),
     ({"table": "readings", "state": "/nowhere", "timeout": "0s"}, "no daemon serves the state store in /nowhere"),
 ]
 

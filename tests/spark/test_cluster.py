@@ -25,7 +25,7 @@ from examples.local import LocalSystem
 from examples.spark_pipeline import Mappers
 from perf.report import command_line, process_tree
 from perf.workload import SCHEMA, Workload, difference, oracle
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 ROWS = 8_000
 WAIT_S = 240

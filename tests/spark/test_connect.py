@@ -15,7 +15,7 @@ from examples.local import LocalSystem
 from perf.workload import SCHEMA, Workload, difference, oracle
 from shuffle import AggregateReducer, Count, Max
 from shuffle.aggregates import Aggregate
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 
 class CountApart(AggregateReducer):

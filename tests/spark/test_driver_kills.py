@@ -9,7 +9,7 @@ import pyarrow as pa
 from pyspark.sql import SparkSession
 
 from examples.local import LocalSystem
-from statestore import StateClient
+from shuffle.statestore import StateClient
 from tests.spark.killed_driver import BATCH_ROWS, copy
 from tests.spark.programs import MOMENTS, ROWS, KilledDrivers
 

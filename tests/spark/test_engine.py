@@ -19,7 +19,7 @@ from examples.generate import fill
 from examples.local import LocalSystem
 from perf.report import command_line, process_tree
 from perf.workload import Workload, difference, oracle
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 ROWS = 200_000
 WAIT_S = 120

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -19,14 +20,18 @@ from shuffle import AggregateReducer, Count, Max
 from shuffle.aggregates import Aggregate
 from shuffle.config import load_spec
 from shuffle.discovery import reducers_group
-from shuffle.errors import BadInput, RowsGone, StoreUnavailable
-from spark_connector.clients import StoreHandle
-from spark_connector.offsets import rows_between
-from spark_connector.processor import Processor
-from spark_connector.reduce import Done, ReduceTask
-from spark_connector.source import DriverSide, Limits, ReducerPart
-from spark_connector.staging import QueueTarget, create_sinks_table, publish
-from statestore import StateClient
+from shuffle.errors import BadInput, RowsGone, SplitBrain, StoreUnavailable
+from shuffle.queries import holder_row
+from shuffle.spark_connector.clients import StoreHandle
+from shuffle.spark_connector.offsets import rows_between
+from shuffle.spark_connector.options import Options
+from shuffle.spark_connector.processor import Processor
+from shuffle.spark_connector.reduce import Done, ReduceTask
+from shuffle.spark_connector.sink import QueueStreamWriter, queue_target
+from shuffle.spark_connector.source import DriverSide, Limits, ReducerPart
+from shuffle.spark_connector.staging import QueueTarget, StagedMessage, create_sinks_table, publish
+from shuffle.spark_connector.types import spark_schema
+from shuffle.statestore import StateClient
 
 REDUCERS = 3
 ALL = Limits(None, None, None)
@@ -96,10 +101,15 @@ def test_range_is_the_same_when_read_again_also_from_a_restarted_mapper(
     mappers.kill_and_restart(1)
     assert [table.to_pylist() for table in rows_of(processor, middle, end)] == [t.to_pylist() for t in second]
     # Spark goes on from its checkpoint in a new process; an older one than what was committed is refused.
+    driver.close()
     again = DriverSide(processor, "committed", ALL, commits=True)
     again.commit(end)
-    with pytest.raises(RowsGone, match="stands at row 1700 of mapper 0, but rows up to 4321 were committed"):
-        DriverSide(processor, "committed", ALL, commits=True).commit(middle)
+    again.close()
+    with (
+        closing(DriverSide(processor, "committed", ALL, commits=True)) as old,
+        pytest.raises(RowsGone, match="stands at row 1700 of mapper 0, but rows up to 4321 were committed"),
+    ):
+        old.commit(middle)
     with pytest.raises(RowsGone, match="cannot be read any more"):
         rows_of(processor, middle, end)
 
@@ -109,13 +119,15 @@ def test_latest_skips_what_was_mapped_and_is_repeatable_until_something_is_commi
 ) -> None:
     processor, _, queue = running
     latest = produced(processor, 10_000)
-    assert DriverSide(processor, "latest", ALL, commits=True).initial() == latest
+    with closing(DriverSide(processor, "latest", ALL, commits=True)) as first:
+        assert first.initial() == latest
     append(state, queue, 5_000, 6_000)
     after = produced(processor, 12_000)
     driver = DriverSide(processor, "latest", ALL, commits=True)
     assert driver.initial() == latest, "the first batch may have been planned from here"
     assert driver.latest(latest, ReadAllAvailable()) == after
     assert sum(table.num_rows for table in rows_of(processor, latest, after)) == 2_000
+    driver.close()
 
 
 def test_running_reducers_are_refused(running: tuple[Processor, Mappers, str], state: StateClient) -> None:
@@ -124,11 +136,40 @@ def test_running_reducers_are_refused(running: tuple[Processor, Mappers, str], s
     with pytest.raises(BadInput, match="has 1 running reducers, which commit the rows"):
         DriverSide(processor, "committed", ALL, commits=True)
     lease.leave()
+    with closing(DriverSide(processor, "committed", ALL, commits=True)) as driver:
+        start = driver.initial()
+        driver.latest(start, ReadAllAvailable())
+        # However they came to be started beside a query: it hands out no more rows.
+        state.leases.register(reducers_group(name), "somebody", {"index": "0"}, 60_000)
+        with pytest.raises(BadInput, match="has 1 running reducers, which commit the rows"):
+            driver.latest(start, ReadAllAvailable())
+
+
+def test_query_that_was_replaced_while_it_was_away_commits_nothing(
+    running: tuple[Processor, Mappers, str], state: StateClient
+) -> None:
+    processor, _, name = running
+    driver = DriverSide(processor, "committed", ALL, commits=True)
+    start = driver.initial()
+    end = driver.latest(start, ReadAllAvailable())
+    with state.transaction() as tx:
+        tx.write(f"{name}/meta", holder_row(replace(driver.lease.holder, guid="another", query_name="another")))
+        tx.commit()
+    before = state.scan(f"{name}/reducers").read_all()
+    for refused in (lambda: driver.commit(end), lambda: driver.latest(start, ReadAllAvailable()), driver.refuse_others):
+        with pytest.raises(SplitBrain, match=r"the query 'another' of the Spark driver .* has taken its place"):
+            refused()
+    assert state.scan(f"{name}/reducers").read_all() == before
+    driver.close()
 
 
 def test_mapper_that_stays_away_is_waited_for_and_then_named(
-    running: tuple[Processor, Mappers, str], system: LocalSystem
+    running: tuple[Processor, Mappers, str],
+    system: LocalSystem,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("shuffle.spark_connector.waiting.TELL_AFTER_S", 0.1)
     _, mappers, name = running
     impatient = Processor(StoreHandle(system.address, 0.5), name)
     mappers.close()
@@ -137,9 +178,11 @@ def test_mapper_that_stays_away_is_waited_for_and_then_named(
         list(impatient.rows(0, 0, -1, 10, lambda: -1))
     driver = DriverSide(impatient, "committed", ALL, commits=True)
     start = driver.initial()
-    time.sleep(0.6)
+    answers = iter(lambda: driver.latest(start, ReadAllAvailable()), None)
     with pytest.raises(StoreUnavailable, match=r"mapper 0 has not answered for 0.5 s"):
-        driver.latest(start, ReadAllAvailable())
+        list(answers)
+    assert f"waiting: processor {name}: mapper 0 does not answer. This gives up after 0.5 s" in capfd.readouterr().err
+    driver.close()
 
 
 class CountApart(AggregateReducer):
@@ -182,3 +225,27 @@ def test_rows_staged_by_two_attempts_of_a_task_are_published_once(system: LocalS
     assert not publish(target, "query", 7, attempts[0]), "the batch was published before"
     assert not publish(target, "query", 7, attempts[1]), "a repeated commit changes nothing"
     assert sum(end - begin for begin, end in state.queue("attempts").bounds()) == rows.num_rows
+
+
+def test_queue_of_a_stream_is_created_by_the_first_task_that_has_rows_for_it(
+    system: LocalSystem, state: StateClient
+) -> None:
+    rows = Workload().rows(0, 100)
+    given = {"state": system.address, "queue": "made", "partitions": "2", "checkpointLocation": "/nowhere"}
+    target = queue_target(Options.check("write stream", given), spark_schema(rows.schema, "the rows"))
+
+    def failing() -> Iterator[pa.RecordBatch]:
+        yield from rows.to_batches()
+        raise ValueError("a bad row")
+
+    def names() -> set[str]:
+        return {queue.name for queue in state.queues()}
+
+    with pytest.raises(ValueError, match="a bad row"):
+        target.stage(failing(), 0)
+    QueueStreamWriter(target).abort([None], 0)
+    assert "made" not in names()
+    staged, count = target.stage(iter(rows.to_batches()), 0)
+    assert "made" in names()
+    QueueStreamWriter(target).commit([StagedMessage("query", staged, count)], 0)
+    assert sum(end for _, end in state.queue("made").bounds()) == rows.num_rows

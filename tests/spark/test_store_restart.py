@@ -13,8 +13,8 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from statestore import StateClient
-from statestore.folder import served_at
+from shuffle.statestore import StateClient
+from shuffle.statestore.folder import served_at
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -22,8 +22,8 @@ from examples.local import LocalSystem
 from examples.spark_pipeline import Mappers
 from perf.workload import Workload, difference, oracle
 from shuffle.partition import hash_partition
-from spark_connector import reduce_stream
-from statestore import StateClient, Transaction
+from shuffle.spark_connector import reduce_stream
+from shuffle.statestore import StateClient, Transaction
 
 ROWS = 60_000
 PARTITIONS = 2

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 from shuffle.errors import BadInput, StoreUnavailable, UnknownTable
-from statestore import StateClient, admin
-from statestore.admin_text import TextRows, json_rows, parse_bound
+from shuffle.statestore import StateClient, admin
+from shuffle.statestore.admin_text import TextRows, json_rows, parse_bound
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mapper.bucket import Bucket, fit
-from mapper.window import Window, WindowEntry
 from shuffle.ids import InputIndex, ReducerIndex, ShuffleIndex, Token
+from shuffle.mapper.bucket import Bucket, fit
+from shuffle.mapper.window import Window, WindowEntry
 
 
 def strings(*values: str) -> pa.RecordBatch:

@@ -12,7 +12,7 @@ import pytest
 
 from shuffle import cli
 from shuffle.errors import SpecError, StoreUnavailable, UserCodeError
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 SPEC = """\
 processor: job

@@ -15,7 +15,7 @@ from shuffle.errors import SpecError
 from shuffle.limits import MIB
 from shuffle.preflight import code_digest, has_progress, nothing_ahead
 from shuffle.spec_file import parse_duration_ms, parse_size
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 JOB = """
 from shuffle import HashMapper, Mapper, Reducer, hash_partition

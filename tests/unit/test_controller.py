@@ -13,16 +13,17 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from mapper.reader import encode_position
 from shuffle.check import check_map, first_difference
 from shuffle.config import ProcessorSpec, check_against_store, load_spec
 from shuffle.controller import DrainGoal, drain_goal, look_whether_drained
 from shuffle.logs import get_logger, setup_logging
+from shuffle.mapper.reader import encode_position
 from shuffle.metrics import MapperMetrics, ReducerMetrics, StoreMetrics, serve_metrics
 from shuffle.screen import ChildView, Rates, progress_line, render
+from shuffle.statestore import StateClient
 from shuffle.status import MapperStatus, ProcessorStatus, ReducerStatus, collect
 from shuffle.supervisor import RestartPolicy
-from statestore import StateClient
+from tests.deaths import unexpected
 
 # Restarts ------------------------------------------------------------------------------------------------------------
 
@@ -222,6 +223,14 @@ def test_screen_shows_workers_and_the_last_error() -> None:
     assert "1,234 rows done" in progress_line(status_at(1_234), Rates(), 11)
 
 
+def test_rows_in_the_spill_are_not_done() -> None:
+    mapper = MapperStatus(0, 1_234, 1_234, live={"buckets": [{"spilled_rows": 1_200}, {"spilled_rows": 4}, {}]})
+    reducers = [ReducerStatus(0, [-1], spilled_rows=1_200, spilled_bytes=100), ReducerStatus(1, [-1], spilled_rows=4)]
+    line = progress_line(ProcessorStatus("job", "store", [mapper], reducers), Rates(), None)
+    assert "30 rows done" in line
+    assert "spilled 1,204 rows" in line
+
+
 def test_screen_of_someone_else_has_no_column_for_restarts() -> None:
     console = Console(record=True, width=160, file=io.StringIO())
     console.print(render(status_at(1_234), Rates()))
@@ -242,7 +251,7 @@ def test_metrics_are_served_with_their_labels() -> None:
     metrics = MapperMetrics("job", 3)
     metrics.input_rows.inc(5)
     metrics.map_seconds.observe(0.02)
-    with serve_metrics(metrics.registry) as server:
+    with serve_metrics(metrics.registry, unexpected) as server:
         text = urllib.request.urlopen(server.address, timeout=10).read().decode()
     assert 'shuffle_input_rows_total{index="3",processor="job",role="mapper"} 5.0' in text
     assert "shuffle_process_written_bytes" in text

@@ -14,8 +14,9 @@ import pytest
 from shuffle.discovery import MapperAddress, MapperDirectory, Membership, arrange_mappers, mappers_group
 from shuffle.errors import StoreUnavailable
 from shuffle.ids import Guid, MapperIndex
-from statestore import Member, StateClient
+from shuffle.statestore import Member, StateClient
 from tests import waiting
+from tests.deaths import unexpected
 
 WAIT_S = 10.0
 wait_until = partial(waiting.wait_until, wait_s=WAIT_S)
@@ -83,13 +84,15 @@ def test_members_are_arranged_by_index_youngest_first() -> None:
 
 
 def test_membership_is_visible_while_it_lasts(client: StateClient) -> None:
-    with Membership(client, "job/mappers", "guid", mapper_attributes(0, 1), ttl_ms=5_000):
+    with Membership(client, "job/mappers", "guid", mapper_attributes(0, 1), ttl_ms=5_000, on_death=unexpected):
         assert [member.name for member in client.leases.members("job/mappers")] == ["guid"]
     assert client.leases.members("job/mappers") == []
 
 
 def test_membership_outlives_its_time_to_live(client: StateClient) -> None:
-    with Membership(client, "job/mappers", "guid", mapper_attributes(0, 1), ttl_ms=150) as membership:
+    with Membership(
+        client, "job/mappers", "guid", mapper_attributes(0, 1), ttl_ms=150, on_death=unexpected
+    ) as membership:
         begin_s = time.monotonic()
         wait_until(lambda: time.monotonic() - begin_s > 0.5)
         assert [member.name for member in client.leases.members("job/mappers")] == ["guid"]
@@ -97,7 +100,7 @@ def test_membership_outlives_its_time_to_live(client: StateClient) -> None:
 
 
 def test_membership_registers_again_after_its_lease_was_lost(client: StateClient) -> None:
-    with Membership(client, "job/mappers", "guid", mapper_attributes(0, 1), ttl_ms=300):
+    with Membership(client, "job/mappers", "guid", mapper_attributes(0, 1), ttl_ms=300, on_death=unexpected):
         # Another holder of the name replaces the lease and leaves: the first one is then over.
         client.leases.register("job/mappers", "guid", {}, 5_000).leave()
         assert client.leases.members("job/mappers") == []
@@ -106,7 +109,9 @@ def test_membership_registers_again_after_its_lease_was_lost(client: StateClient
 
 def test_membership_survives_a_store_that_is_away(client: StateClient) -> None:
     flaky = FlakyClient(client)
-    with Membership(flaky, "job/mappers", "guid", mapper_attributes(0, 1), ttl_ms=150) as membership:  # type: ignore[arg-type]
+    with Membership(
+        flaky, "job/mappers", "guid", mapper_attributes(0, 1), ttl_ms=150, on_death=unexpected
+    ) as membership:  # type: ignore[arg-type]
         flaky.leases.down.set()
         wait_until(membership.lost.is_set)
         wait_until(lambda: client.leases.members("job/mappers") == [])
@@ -118,15 +123,17 @@ def test_membership_survives_a_store_that_is_away(client: StateClient) -> None:
 def test_membership_starts_while_the_store_is_away(client: StateClient) -> None:
     flaky = FlakyClient(client)
     flaky.leases.down.set()
-    with Membership(flaky, "job/mappers", "guid", mapper_attributes(0, 1), ttl_ms=150):  # type: ignore[arg-type]
+    with Membership(flaky, "job/mappers", "guid", mapper_attributes(0, 1), ttl_ms=150, on_death=unexpected):  # type: ignore[arg-type]
         flaky.leases.down.clear()
         wait_until(lambda: len(client.leases.members("job/mappers")) == 1)
 
 
 def test_directory_sees_mappers_come_and_go(client: StateClient) -> None:
-    with MapperDirectory(client, "job", wait_ms=200) as directory:
+    with MapperDirectory(client, "job", wait_ms=200, on_death=unexpected) as directory:
         assert directory.mappers() == {}
-        with Membership(client, mappers_group("job"), "one", mapper_attributes(1, 7), ttl_ms=5_000):
+        with Membership(
+            client, mappers_group("job"), "one", mapper_attributes(1, 7), ttl_ms=5_000, on_death=unexpected
+        ):
             wait_until(lambda: 1 in directory.mappers())
             assert directory.mappers()[MapperIndex(1)] == [MapperAddress(Guid("one"), "grpc://127.0.0.1:7")]
             seen = directory.changes
@@ -137,9 +144,9 @@ def test_directory_sees_mappers_come_and_go(client: StateClient) -> None:
 
 def test_directory_lists_both_instances_of_a_mapper(client: StateClient) -> None:
     group = mappers_group("job")
-    with MapperDirectory(client, "job", wait_ms=200) as directory:
-        with Membership(client, group, "old", mapper_attributes(0, 1), ttl_ms=5_000):
-            with Membership(client, group, "new", mapper_attributes(0, 2), ttl_ms=5_000):
+    with MapperDirectory(client, "job", wait_ms=200, on_death=unexpected) as directory:
+        with Membership(client, group, "old", mapper_attributes(0, 1), ttl_ms=5_000, on_death=unexpected):
+            with Membership(client, group, "new", mapper_attributes(0, 2), ttl_ms=5_000, on_death=unexpected):
                 wait_until(lambda: len(directory.mappers().get(MapperIndex(0), [])) == 2)
                 assert [mapper.guid for mapper in directory.mappers()[MapperIndex(0)]] == ["new", "old"]
 
@@ -147,7 +154,7 @@ def test_directory_lists_both_instances_of_a_mapper(client: StateClient) -> None
 def test_directory_goes_on_after_the_store_was_away(client: StateClient) -> None:
     flaky = FlakyClient(client)
     flaky.leases.down.set()
-    with MapperDirectory(flaky, "job", wait_ms=200) as directory:  # type: ignore[arg-type]
+    with MapperDirectory(flaky, "job", wait_ms=200, on_death=unexpected) as directory:  # type: ignore[arg-type]
         client.leases.register(mappers_group("job"), "one", mapper_attributes(0, 1), 5_000)
         flaky.leases.down.clear()
         wait_until(lambda: 0 in directory.mappers())

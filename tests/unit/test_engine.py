@@ -18,8 +18,9 @@ from shuffle.errors import (
     TooLarge,
     UnknownTable,
 )
-from statestore import engine as engine_module
-from statestore.request import (
+from shuffle.statestore import engine as engine_module
+from shuffle.statestore.engine import Engine
+from shuffle.statestore.request import (
     Append,
     CommitRequest,
     Committed,
@@ -31,9 +32,9 @@ from statestore.request import (
     TableWrite,
     Trim,
 )
-from statestore.schema import TableSchema
-from statestore.table import Table
-from statestore.validation import KeyRange
+from shuffle.statestore.schema import TableSchema
+from shuffle.statestore.table import Table
+from shuffle.statestore.validation import KeyRange
 from tests.engine_store import NUMBERS, Store, append, key, payload, write
 
 
@@ -46,7 +47,7 @@ def test_commits_of_one_group_are_checked_in_order(opened: Callable[..., Store])
     phantom = CommitRequest(Reads(version, ranges=[KeyRange(b"", None)]), [write(table, {3: 30})])
     blind = CommitRequest(writes=[write(table, {1: 40})])
     reader = CommitRequest(Reads(version + 2, [key(table, 1)]))
-    answers = store.group(first, late, phantom, blind, reader)
+    answers = [*store.group(first, late, phantom, blind), *store.group(reader)]
     assert [type(answer) for answer in answers] == [Committed, CommitConflict, CommitConflict, Committed, Committed]
     assert [answers[0].version, answers[3].version] == [version + 1, version + 2]
     assert store.rows() == {1: 40}
@@ -197,11 +198,11 @@ def test_commits_that_make_no_sense_are_refused_each_for_itself(opened: Callable
 def test_sizes_are_bounded(opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened()
     table, queue_id = store.create()
-    monkeypatch.setattr(engine_module, "BATCH_BYTES_MAX", 100)
+    monkeypatch.setattr("shuffle.statestore.segment.BATCH_BYTES_MAX", 100)
     with pytest.raises(TooLarge) as caught:
         store.commit(append(queue_id, 0, *range(50)))
     assert (caught.value.queue, caught.value.limit) == ("q", 100)
-    monkeypatch.setattr(engine_module, "VALUE_BYTES_MAX", 2)
+    monkeypatch.setattr("shuffle.statestore.catalogue.VALUE_BYTES_MAX", 2)
     with pytest.raises(TooLarge, match="'t'"):
         store.commit(CommitRequest(writes=[write(table, {1: 1})]))
     monkeypatch.setattr(engine_module, "TRANSACTION_ROWS_MAX", 1)
@@ -246,3 +247,45 @@ def test_bad_input_of_the_catalogue_is_refused(opened: Callable[..., Store]) -> 
         store.commit(CommitRequest(catalogue=Drop("view", "t")))
     with pytest.raises(UnknownTable):
         store.commit(CommitRequest(catalogue=Drop("table", "q")))
+
+
+@pytest.mark.parametrize("method", ["_checked_size", "_add_append"])
+def test_commit_that_cannot_be_prepared_is_refused_alone(
+    opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Whatever is raised while one commit is looked at, or is half in the group, is the answer to that one."""
+    store = opened()
+    table, queue_id = store.create()
+    store.stage(queue_id, "beef", 5, 6)
+    before = store.engine.version
+    bad = CommitRequest(writes=[write(table, {9: 9})], appends=[Append(queue_id, 1, [payload(9)])])
+    original = getattr(Engine, method)
+
+    def failing(engine: Engine, given: Any, *rest: Any) -> Any:
+        if given is bad or given is bad.appends[0]:
+            raise ZeroDivisionError("a mistake")
+        return original(engine, given, *rest)
+
+    monkeypatch.setattr(Engine, method, failing)
+    first, last = (CommitRequest(writes=[write(table, {n: 7})]) for n in (1, 2))
+    answers = store.group(first, CommitRequest(appends=[Publish(queue_id, 0, "beef")]), bad, last)
+    assert [type(answer) for answer in answers] == [Committed, Committed, StoreError, Committed]
+    assert [answer.version - before for answer in answers if isinstance(answer, Committed)] == [1, 2, 3]
+    assert isinstance(answers[2], StoreError)
+    assert "ZeroDivisionError: a mistake" in answers[2].message
+    store.commit(CommitRequest(Reads(before, [key(table, 9)]), [write(table, {3: 7})]))
+    for again in (False, True):
+        store = opened(store) if again else store
+        assert store.rows() == {1: 7, 2: 7, 3: 7}
+        assert [store.queued(queue_id, partition) for partition in (0, 1)] == [[5, 6], []]
+
+
+def test_commit_that_read_in_the_future_is_refused(opened: Callable[..., Store]) -> None:
+    """Of such a version nothing is known that could contradict it: it would skip the check for conflicts."""
+    store = opened()
+    table, _ = store.create()
+    store.commit(CommitRequest(writes=[write(table, {1: 1})]))
+    for version in (store.engine.version + 1, 2**62):
+        with pytest.raises(BadInput, match="has not been yet"):
+            store.commit(CommitRequest(Reads(version, [key(table, 1)]), [write(table, {1: 2})]))
+    assert store.rows() == {1: 1}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 
 import pytest
 
-from shuffle.errors import CorruptData, DiskFull, Expired
-from statestore import ordered_table
-from statestore.request import Append, CommitRequest, Committed, Publish, Trim
-from tests.engine_store import Store, append, payload, write
+from shuffle.errors import BadInput, CorruptData, DiskFull, Expired, TooLarge
+from shuffle.statestore import disk, ordered_table, staged
+from shuffle.statestore.request import Append, CommitRequest, Committed, CreateQueue, Publish, Trim
+from shuffle.statestore.schema import QueueSchema
+from shuffle.statestore.staged import STAGED_TTL_MS_MAX
+from tests.engine_store import NUMBERS, Store, append, payload, write
 
 
 def test_appends_of_one_group_follow_each_other(opened: Callable[..., Store]) -> None:
@@ -72,12 +76,12 @@ def test_publishing_nothing_does_not_take_the_place_of_a_segment(opened: Callabl
 def test_staged_rows_outlive_a_restart_but_not_their_time(opened: Callable[..., Store]) -> None:
     store = opened()
     _, queue_id = store.create()
-    store.stage(queue_id, "beef", 1, 2, ttl_ms=10**15)
+    store.stage(queue_id, "beef", 1, 2, ttl_ms=STAGED_TTL_MS_MAX)
     store.stage(queue_id, "dead", 3, ttl_ms=1)
     store = opened(store)
     assert len(store.engine.staged) == 2, "opened at the beginning of time, when neither was over"
     store.close()
-    store = Store(store.folder, now_ms=2**49)
+    store = Store(store.folder, now_ms=time.time_ns() // 1_000_000 + 60_000)
     try:
         assert [name.split("-")[2] for name in store.files()] == ["beef"]
         with pytest.raises(Expired) as caught:
@@ -94,13 +98,53 @@ def test_staged_rows_outlive_a_restart_but_not_their_time(opened: Callable[..., 
 def test_staged_file_that_was_cut_off_is_removed(opened: Callable[..., Store]) -> None:
     store = opened()
     _, queue_id = store.create()
-    store.stage(queue_id, "beef", 1, 2, ttl_ms=10**15)
+    store.stage(queue_id, "beef", 1, 2, ttl_ms=STAGED_TTL_MS_MAX)
     [name] = store.files()
     with store.disk.path(name).open("r+b") as file:
         file.truncate(store.disk.size(name) - 8)
     store = opened(store)
     assert store.files() == []
     assert len(store.engine.staged) == 0
+
+
+def test_staged_rows_are_bounded_in_number_in_bytes_and_in_time(
+    opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    _, queue_id = store.create()
+    for ttl_ms in (0, -1, STAGED_TTL_MS_MAX + 1):
+        with pytest.raises(BadInput, match="wait"):
+            store.stage(queue_id, "beef", 1, ttl_ms=ttl_ms)
+    monkeypatch.setattr(staged, "STAGED_MAX", 2)
+    store.stage(queue_id, "a", 1)
+    store.stage(queue_id, "b", 2)
+    with pytest.raises(TooLarge, match="2 staged"):
+        store.stage(queue_id, "c", 3)
+    store.engine.staged.expire("a")
+    store.engine.remove_files(store.engine.staged.collect(1))
+    store.disk.free = 500
+    with pytest.raises(DiskFull, match="half"):
+        store.stage(queue_id, "c", *range(1000))
+    store.disk.free = None
+    store.stage(queue_id, "c", *range(1000))
+    assert len(store.files()) == 2, "what was refused has left nothing"
+
+
+def test_many_partitions_do_not_keep_their_files_open(
+    opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "OPEN_FILES_MAX", 3)
+    store = opened()
+    store.commit(CommitRequest(catalogue=CreateQueue(QueueSchema("wide", NUMBERS, 20))))
+    [queue_id] = [queue_id for queue_id, entry in store.engine.catalogue.queues.items() if entry.schema.name == "wide"]
+    for number in range(3):
+        for partition in range(20):
+            store.commit(append(queue_id, partition, number))
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    kept = [link for link in links if os.path.exists(link) and os.readlink(link).startswith(str(store.folder))]
+    assert sum(os.readlink(link).endswith(".seg") for link in kept) == 3
+    store = opened(store)
+    assert [store.queued(queue_id, partition) for partition in range(20)] == [[0, 1, 2]] * 20
 
 
 def test_trim_removes_the_files_of_whole_segments(

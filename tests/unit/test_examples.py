@@ -14,7 +14,7 @@ from perf.workload import SCHEMA, batches, difference, generate, oracle
 from shuffle.api import WorkerSpec
 from shuffle.config import load_spec
 from shuffle.ids import Guid
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 EXAMPLES = Path(activity.__file__).parent
 SPEC = WorkerSpec(processor="test", index=0, guid=Guid("0" * 32), mapper_count=1, reducer_count=3)

@@ -11,21 +11,21 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mapper.core import MappedBatch, MapperCore
-from mapper.mapping import cut
-from mapper.serve import MapperServer, SharedCore
-from reducer.backoff import Backoff
-from reducer.core import Limits, Part, ReducerCore, Work
-from reducer.fetch import Choice, Fetcher, RowLocator, get_rows
-from reducer.pipeline import Pipeline
-from reducer.state import ReducerState
 from shuffle import flight
 from shuffle.discovery import MapperAddress, MapperDirectory, Membership, mappers_group
-from shuffle.errors import StaleMapper, StoreUnavailable
+from shuffle.errors import ShuffleError, StaleMapper, StoreUnavailable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token, new_guid
+from shuffle.mapper.core import MappedBatch, MapperCore
+from shuffle.mapper.mapping import cut
+from shuffle.mapper.serve import MapperServer, SharedCore
 from shuffle.messages import GetRows
 from shuffle.metrics import ReducerMetrics
-from statestore import StateClient
+from shuffle.reducer.backoff import Backoff
+from shuffle.reducer.core import Limits, Part, ReducerCore, Work
+from shuffle.reducer.fetch import Choice, Fetcher, RowLocator, get_rows
+from shuffle.reducer.pipeline import Pipeline
+from shuffle.reducer.state import ReducerState
+from shuffle.statestore import StateClient
 from tests import waiting
 
 WAIT_S = 10.0
@@ -47,8 +47,10 @@ class ServedMapper:
 
     def __init__(self, index: int = 0) -> None:
         self.guid = new_guid()
-        self.core = MapperCore(self.guid, MapperIndex(index), 2, 1 << 30)
-        self.shared = SharedCore(self.core, 2)
+        self.core = MapperCore(self.guid, MapperIndex(index), 2, 1 << 30, processor="p")
+        self.committed: dict[ReducerIndex, ShuffleIndex] = {}
+        """What the reducers' rows in the store would say."""
+        self.shared = SharedCore(self.core, 2, read_committed=lambda: self.committed)
         self.server = MapperServer(self.shared)
         self.address = self.server.address
 
@@ -66,6 +68,7 @@ class ServedMapper:
             from_row_index=ShuffleIndex(cursor),
             max_rows=max_rows,
             max_bytes=1 << 20,
+            processor="p",
         )
 
     def close(self) -> None:
@@ -149,7 +152,7 @@ class Fetching:
         self.store = store
         self.core = ReducerCore(1, LIMITS)
         self.pipeline = Pipeline(self.core)
-        self.directory = MapperDirectory(store, "p", wait_ms=100)
+        self.directory = MapperDirectory(store, "p", self.pipeline.fail, wait_ms=100)
         self.rows_gone = 0
         self.fetcher = Fetcher(
             MapperIndex(0),
@@ -167,7 +170,8 @@ class Fetching:
         self.rows_gone += 1
 
     def register(self, guid: Guid, address: str) -> Membership:
-        member = Membership(self.store, mappers_group("p"), guid, {"index": "0", "address": address}, ttl_ms=5000)
+        attributes = {"index": "0", "address": address}
+        member = Membership(self.store, mappers_group("p"), guid, attributes, 5000, self.pipeline.fail)
         member.start()
         self.members.append(member)
         return member
@@ -228,6 +232,7 @@ def test_fetcher_goes_on_with_the_replacement_exactly_at_its_cursor(fetching: Fe
     fetching.pipeline.committed(work)
     first.close()
     member.close()
+    second.committed[ReducerIndex(0)] = ShuffleIndex(2)
     fetching.register(second.guid, second.address)
     assert fetching.work().rowset()["v"].to_pylist() == [4]
     second.close()
@@ -235,7 +240,8 @@ def test_fetcher_goes_on_with_the_replacement_exactly_at_its_cursor(fetching: Fe
 
 def test_fetcher_reports_rows_that_another_instance_has_committed(fetching: Fetching, mapper: ServedMapper) -> None:
     mapper.produce(4)
-    twin = GetRows(mapper.guid, ReducerIndex(0), ShuffleIndex(2), ShuffleIndex(2), 10, 1000)
+    mapper.committed[ReducerIndex(0)] = ShuffleIndex(2)
+    twin = GetRows(mapper.guid, ReducerIndex(0), ShuffleIndex(2), ShuffleIndex(2), 10, 1000, processor="p")
     mapper.shared.get_rows(twin)
     fetching.register(mapper.guid, mapper.address)
     wait_until(lambda: fetching.rows_gone > 0)
@@ -286,8 +292,8 @@ def test_reconcile_does_not_go_back_to_a_state_read_before_its_own_commit() -> N
 
 def test_stopped_pipeline_hands_out_nothing() -> None:
     pipeline = Pipeline(ReducerCore(1, LIMITS))
-    pipeline.fail(ValueError("first"))
-    pipeline.fail(ValueError("second"))
+    pipeline.fail(ShuffleError("first"))
+    pipeline.fail(ShuffleError("second"))
     assert pipeline.next_plan(MapperIndex(0)) is None
     assert pipeline.next_work() is None
     assert str(pipeline.failure) == "first"

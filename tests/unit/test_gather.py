@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pyarrow as pa
 
-from reducer.core import Limits, ReducerCore
-from reducer.pipeline import Pipeline
 from shuffle.ids import MapperIndex, ShuffleIndex
+from shuffle.reducer.core import Limits, ReducerCore
+from shuffle.reducer.pipeline import Pipeline
 
 
 def full_pipeline(batch_bytes_max: int) -> tuple[Pipeline, ReducerCore]:

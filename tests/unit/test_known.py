@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from reducer.known import KEYS_MAX, KnowingClient, KnownRows
 from shuffle.errors import CommitConflict
-from statestore import StateClient, Transaction
+from shuffle.reducer.known import KEYS_MAX, KnowingClient, KnownRows
+from shuffle.statestore import StateClient, Transaction
 
 KEY = pa.schema([pa.field("name", pa.string(), nullable=False)])
 VALUE = pa.schema([pa.field("sum", pa.int64())])

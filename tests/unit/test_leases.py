@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shuffle.errors import BadInput, Expired, TooLarge
-from statestore import leases as leases_module
-from statestore.leases import ATTRIBUTES_BYTES_MAX, TTL_MS_MAX, TTL_MS_MIN, LeaseTable, Member
+from shuffle.statestore import leases as leases_module
+from shuffle.statestore.leases import ATTRIBUTES_BYTES_MAX, TTL_MS_MAX, TTL_MS_MIN, LeaseTable, Member
 
 
 def names(table: LeaseTable, group: str, now_ms: int) -> list[str]:
@@ -200,3 +200,28 @@ class LeasesAgainstModel(RuleBasedStateMachine):
 
 LeasesAgainstModel.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 test_leases_against_model = LeasesAgainstModel.TestCase
+
+
+def test_members_of_all_groups_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases_module, "LEASES_MAX", 2)
+    table = LeaseTable()
+    table.register("a", "m", {}, 1000, 0)
+    table.register("b", "m", {}, 2000, 0)
+    with pytest.raises(TooLarge, match="members of groups"):
+        table.register("c", "m", {}, 1000, 0)
+    table.register("a", "m", {"again": "yes"}, 1000, 500)
+    table.register("c", "m", {}, 1000, 1500)
+    assert table.groups() == ["b", "c"], "one whose time is over has made room"
+
+
+def test_attributes_of_all_members_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases_module, "ATTRIBUTES_IN_ALL_BYTES_MAX", 10)
+    table = LeaseTable()
+    first = table.register("a", "m", {"k": "12345"}, 1000, 0)
+    with pytest.raises(TooLarge, match="all members"):
+        table.register("a", "n", {"k": "1234"}, 1000, 0)
+    table.register("a", "m", {"k": "123456789"}, 1000, 0)
+    assert table.leave(first) is None
+    for _ in range(5):
+        table.leave(table.register("a", "m", {"k": "123456789"}, 1000, 0))
+    table.register("a", "n", {"k": "123456789"}, 1000, 0)

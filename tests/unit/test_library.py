@@ -24,7 +24,7 @@ from shuffle.errors import BadInput, NullKey, SchemaMismatch, SpecError
 from shuffle.ids import Guid
 from shuffle.library import check_config
 from shuffle.partition import hash_partition
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 SPEC = WorkerSpec("activity", 0, Guid("g"), 2, 3)
 LOGS = pa.schema([("user", pa.string()), ("cluster", pa.string()), ("bytes", pa.int64())])

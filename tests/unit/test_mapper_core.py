@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from mapper.core import MappedBatch, MapperCore
-from mapper.mapping import cut
-from mapper.spill import Spill, SpillEnd
-from mapper.state import MapperState
-from shuffle.errors import BadInput, RowsGone, SplitBrain, StaleMapper
+from shuffle.errors import BadInput, FalseClaim, NotServed, RowsGone, SplitBrain, StaleMapper
 from shuffle.ids import Guid, InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
+from shuffle.mapper.core import MappedBatch, MapperCore
+from shuffle.mapper.mapping import cut
+from shuffle.mapper.spill import Spill, SpillEnd
+from shuffle.mapper.state import MapperState
 from shuffle.messages import GetRows
 from shuffle.poison import dead_letters
 
@@ -39,6 +41,7 @@ def ask(
     one: MapperCore, reducer: int, committed: int = -1, cursor: int | None = None, to: int | None = None
 ) -> list[int]:
     cursor = committed if cursor is None else cursor
+    one.learn_committed({ReducerIndex(reducer): ShuffleIndex(committed)})
     served = one.get_rows(request(reducer, committed, cursor, to))
     return [value for batch in served for value in batch.rows.column(0).to_pylist()]
 
@@ -309,7 +312,7 @@ def test_dead_letters_of_a_plan_under_way_are_not_planned_again() -> None:
 
 
 def test_many_dead_letters_take_several_trims(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mapper.core.DEAD_LETTER_BYTES_MAX", 1)
+    monkeypatch.setattr("shuffle.mapper.core.DEAD_LETTER_BYTES_MAX", 1)
     one = core()
     for position in range(3):
         one.ingest(one.persisted, 1, Token(b"%d" % (position + 1)), mapped([], [], letters=letters(position)))
@@ -345,3 +348,84 @@ def test_rows_in_the_window_or_in_the_spill_are_not_drained() -> None:
     assert one.is_drained
     one.forget_spill()
     assert not one.is_drained, "nobody knows"
+
+
+# What is committed: the word of requests, and that of the store
+
+
+def test_claim_beyond_what_was_served_is_refused_and_changes_nothing() -> None:
+    one = core()
+    feed(one, [0, 1, 2, 3], [0, 1, 0, 0])
+    one.get_rows(request(0, -1, -1, rows=2))
+    for claimed in (3, 1 << 62):
+        with pytest.raises(NotServed) as refused:
+            one.get_rows(request(0, claimed, claimed))
+        fields = (refused.value.mapper_index, refused.value.reducer_index, refused.value.served_row_index)
+        assert fields == (3, 0, 2)
+        assert refused.value.committed_row_index == claimed
+    assert one.window_size.rows == 4
+    assert one.claims() == {}
+    assert ask(one, 0) == [0, 2, 3]
+
+
+def test_claim_beyond_what_was_served_is_believed_if_the_store_says_it_too() -> None:
+    one = core()
+    feed(one, [0, 1, 2], [0, 1, 0])
+    one.learn_committed({ReducerIndex(0): ShuffleIndex(2)})
+    assert one.get_rows(request(0, 2, 2)) == []
+    assert one.window_size.rows == 1
+    one.restart(None, {ReducerIndex(1): ShuffleIndex(1)})
+    feed(one, [0, 1, 2], [0, 1, 0])
+    one.get_rows(request(0, 2, 2))
+    one.get_rows(request(1, 1, 1))
+    assert one.window_size.rows == 0
+
+
+def test_what_was_served_before_a_restart_was_not_served() -> None:
+    one = core()
+    feed(one, [0], [0])
+    one.get_rows(request(0, -1, -1))
+    one.restart(None)
+    feed(one, [0], [0])
+    with pytest.raises(NotServed):
+        one.get_rows(request(0, 0, 0))
+
+
+def test_false_claim_is_found_before_anything_is_forgotten_for_good() -> None:
+    one = core()
+    feed(one, [0, 1, 2], [0, 1, 0])
+    for reducer, claimed in ((0, 2), (1, 1)):
+        one.get_rows(request(reducer, -1, -1))
+        one.get_rows(request(reducer, claimed, claimed))
+    plan = one.trim_plan()
+    assert plan is not None
+    assert plan.claims == {0: 2, 1: 1}
+    with pytest.raises(FalseClaim) as found:
+        one.check_claims(plan.claims, {ReducerIndex(0): ShuffleIndex(0), ReducerIndex(1): ShuffleIndex(1)})
+    fields = (found.value.reducer_index, found.value.claimed_row_index, found.value.committed_row_index)
+    assert fields == (0, 2, 0)
+    one.check_claims(plan.claims, {ReducerIndex(0): ShuffleIndex(2), ReducerIndex(1): ShuffleIndex(1)})
+    assert one.claims() == {}, "what the store has confirmed it is not asked again"
+
+
+def test_claims_that_come_after_the_plan_do_not_matter_to_it() -> None:
+    one = core(1)
+    feed(one, [0], [0])
+    feed(one, [1], [0])
+    one.get_rows(request(0, -1, -1))
+    one.get_rows(request(0, 0, 0))
+    plan = one.trim_plan()
+    one.get_rows(request(0, 1, 1))
+    assert plan is not None
+    assert plan.state.shuffle_unread_row_index == 1
+    one.check_claims(plan.claims, {ReducerIndex(0): ShuffleIndex(0)})
+
+
+def test_request_of_another_processor_is_refused_and_changes_nothing() -> None:
+    one = MapperCore(GUID, MapperIndex(3), 2, 1 << 30, processor="p")
+    feed(one, [0], [0])
+    with pytest.raises(BadInput, match="of processor"):
+        one.get_rows(replace(request(0, -1, -1), processor="q"))
+    assert one.buckets[0].served == -1
+    assert one.get_rows(replace(request(0, -1, -1), processor="p"))
+    assert one.get_rows(replace(request(0, -1, -1), processor="")), "a client that does not say whose it is"

@@ -1,18 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from mapper.core import MappedBatch
-from mapper.mapping import Mapping, cut, own, plain
 from shuffle.api import Mapper, PartitionedRowset, WorkerSpec
 from shuffle.config import OnError
 from shuffle.errors import StoreUnavailable, UserCodeError
 from shuffle.ids import Guid, InputIndex
+from shuffle.mapper.core import MappedBatch
+from shuffle.mapper.mapping import Mapping, create, cut, own, plain
 from shuffle.poison import decode_row
 
 SPEC = WorkerSpec("job", 4, Guid("g"), 5, 3)
@@ -162,6 +162,17 @@ def test_part_of_a_large_batch_does_not_keep_all_of_it() -> None:
     assert own(large.slice(7, 3)).to_pylist() == large.slice(7, 3).to_pylist()
     assert own(large.slice(7, 3)).get_total_buffer_size() < 1000
     assert own(large) is large
+
+
+def test_mapper_written_by_hand_gets_the_defaults_that_it_declares() -> None:
+    class Limited(Mapper):
+        config_schema: ClassVar[dict[str, Any]] = {"limit": (int, 3), "column": str}
+
+        def map(self, rows: pa.Table) -> PartitionedRowset:
+            raise NotImplementedError
+
+    made = create(Limited, {"column": "user"}, SPEC, None, pa.schema([]))
+    assert made.config == {"column": "user", "limit": 3}
 
 
 def test_dictionaries_become_plain_columns() -> None:

@@ -14,7 +14,7 @@ from perf.paced import INPUT_SCHEMA, PacedInput
 from perf.sampling import Series
 from perf.workload import RESULT_SCHEMA, Workload, difference, oracle
 from shuffle.errors import ShuffleError
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 
 def counter(rate_before: float, rate_during: float) -> Series:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from shuffle.errors import OutOfRange, StoreUnavailable
-from statestore.readahead import AHEAD_MAX, Question, ReadAhead
-from statestore.store import QueueRead
+from shuffle.statestore.readahead import AHEAD_MAX, Question, ReadAhead
+from shuffle.statestore.store import QueueRead
 
 RECORD_ROWS = 10
 ROWS = 1_000

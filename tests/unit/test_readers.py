@@ -7,12 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mapper.folder import FolderReader, encode_place, partition_folders
-from mapper.reader import START, QueueReader, decode_position, encode_position, open_reader, partition_count
 from shuffle.config import InputSpec
 from shuffle.errors import BadInput, CorruptData, OutOfRange, SchemaMismatch, SpecError
 from shuffle.ids import Token
-from statestore import StateClient
+from shuffle.mapper.folder import FolderReader, encode_place, partition_folders
+from shuffle.mapper.reader import START, QueueReader, decode_position, encode_position, open_reader, partition_count
+from shuffle.statestore import StateClient
 
 SCHEMA = pa.schema([("n", pa.int64())])
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from statestore import scanning
-from statestore.scanning import Chunk, FetchChunk, overlaid, scan_chunks, split_ranges
-from statestore.validation import KeyRange
+from shuffle.statestore import scanning
+from shuffle.statestore.scanning import Chunk, FetchChunk, overlaid, scan_chunks, split_ranges
+from shuffle.statestore.validation import KeyRange
 
 KEYS = st.binary(max_size=2)
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import struct
+
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shuffle.errors import CorruptData, FormatTooNew, SchemaMismatch
-from statestore.segment import (
+from shuffle.errors import BadInput, CorruptData, FormatTooNew, SchemaMismatch, TooLarge
+from shuffle.statestore.segment import (
     RECORD_HEAD_BYTES,
     RecordIndex,
+    checked_rows,
     decode_batch,
     decode_head,
+    decode_payload,
     encode_file_header,
     encode_record,
     file_header_bytes,
@@ -95,6 +101,17 @@ def test_file_cut_inside_what_was_committed_is_refused(kept: int) -> None:
         assert caught.value.offset == offsets[1]
 
 
+def test_header_that_passes_over_records_is_noticed() -> None:
+    data, offsets = segment(4, 4)
+    at = struct.calcsize("<8sI")  # Where the header says how long the schema is.
+    [schema_bytes] = struct.unpack_from("<I", data, at)
+    for skipped in (offsets[1] - offsets[0], len(data)):
+        longer = bytearray(data)
+        struct.pack_into("<I", longer, at, schema_bytes + skipped)
+        with pytest.raises(CorruptData, match="damaged"):
+            RecordIndex.load(memoryview(longer), len(data), "f")
+
+
 def test_foreign_and_newer_files_are_refused() -> None:
     with pytest.raises(CorruptData, match="not a segment"):
         file_header_bytes(memoryview(b"PAR1" * 10), "f")
@@ -111,3 +128,68 @@ def test_rows_of_another_schema_are_refused() -> None:
     record = pa.py_buffer(b"".join(encode_record(0, 1, payload)))
     with pytest.raises(SchemaMismatch):
         decode_batch(record, SCHEMA, "f", 0)
+
+
+# --- what is taken in ---
+
+NESTED = [
+    pa.array([["a", None], [], None], pa.list_(pa.string())),
+    pa.array([[1], [2, 3], []], pa.large_list(pa.int8())),
+    pa.array([{"a": 1, "b": "x"}, None, {"a": None, "b": "y"}]),
+    pa.array([[1, 2], [3, 4], None], pa.list_(pa.int32(), 2)),
+    pa.array([[("k", 1)], [], None], pa.map_(pa.string(), pa.int64())),
+    pa.array(["short", "a string that is too long to be inlined", None], pa.string_view()),
+    pa.array([b"x" * 40, None, b""], pa.binary_view()),
+    pa.array([[1], [2, 3], []], pa.list_view(pa.int64())),
+    pa.array([b"abcd", None, b"efgh"], pa.binary(4)),
+    pa.array([None, None, None], pa.null()),
+    pa.array([True, None, False]),
+]
+
+
+@pytest.mark.parametrize("column", NESTED, ids=lambda column: str(column.type))
+def test_batches_of_every_type_of_a_queue_are_taken_in(column: pa.Array) -> None:
+    rows = pa.record_batch({"c": pa.concat_arrays([column, column])})
+    for part in (rows, rows.slice(2, 3), rows.slice(0, 0)):
+        assert checked_rows(part.serialize(), rows.schema, []) == part.num_rows
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, rows.schema, options=options) as writer:
+            writer.write_batch(part)
+        messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(sink.getvalue()))
+        messages.read_next_message()
+        with pytest.raises(BadInput, match="not compressed"):
+            checked_rows(messages.read_next_message().serialize(), rows.schema, [])
+
+
+def test_batch_of_too_many_bytes_or_rows_is_not_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = batch(0, 100).serialize()
+    assert checked_rows(rows, SCHEMA, [0]) == 100
+    monkeypatch.setattr("shuffle.statestore.segment.BATCH_ROWS_MAX", 99)
+    with pytest.raises(TooLarge) as caught:
+        checked_rows(rows, SCHEMA, [0])
+    assert caught.value.limit == 99
+    monkeypatch.setattr("shuffle.statestore.segment.BATCH_BYTES_MAX", 99)
+    with pytest.raises(TooLarge, match="bytes"):
+        checked_rows(rows, SCHEMA, [0])
+
+
+def test_null_where_there_must_be_none_is_not_taken_in() -> None:
+    rows = pa.record_batch({"n": pa.array([1, None], pa.int64()), "s": ["a", None]}, schema=SCHEMA).serialize()
+    assert checked_rows(rows, SCHEMA, []) == 2
+    with pytest.raises(SchemaMismatch, match="'s'"):
+        checked_rows(rows, SCHEMA, [1])
+
+
+@given(at=st.integers(0, 1000), value=st.integers(0, 255), cut=st.integers(0, 8))
+def test_any_damaged_batch_is_refused_or_can_be_read(at: int, value: int, cut: int) -> None:
+    data = bytearray(batch(0, 5).serialize())
+    data[at % len(data)] = value
+    damaged = pa.py_buffer(bytes(data[: len(data) - cut]))
+    try:
+        rows = checked_rows(damaged, SCHEMA, [])
+    except BadInput:
+        return
+    found = decode_payload(damaged, SCHEMA)
+    assert found.num_rows == rows
+    assert len(found.to_pylist()) == rows

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shuffle.errors import BadInput, Expired, TooLarge
-from statestore import sessions as sessions_module
-from statestore.sessions import SESSION_TTL_MS_MAX, Sessions
-from statestore.store import Moment
+from shuffle.statestore import sessions as sessions_module
+from shuffle.statestore.sessions import SESSION_TTL_MS_MAX, Sessions
+from shuffle.statestore.store import Moment
 
 
 def test_silent_session_gives_its_moments_back() -> None:
@@ -70,3 +70,39 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         sessions.hold(session, Moment(moment_id, 1))
     with pytest.raises(TooLarge, match="close some"):
         sessions.hold(session, Moment(9, 1))
+
+
+def test_sessions_are_bounded_in_all_and_for_each_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "SESSIONS_MAX", 3)
+    monkeypatch.setattr(sessions_module, "SESSIONS_PER_PEER_MAX", 2)
+    sessions = Sessions(first_id=1)
+    first, _ = sessions.open(1000, 0, "here"), sessions.open(1000, 0, "here")
+    with pytest.raises(TooLarge, match="2 of them from where"):
+        sessions.open(1000, 0, "here")
+    sessions.open(1000, 0, "there")
+    with pytest.raises(TooLarge, match="3 sessions are open"):
+        sessions.open(1000, 0, "there")
+    sessions.close(first)
+    sessions.open(1000, 0, "here")
+    sessions.expire(1000)
+    assert len(sessions) == 0
+    assert [sessions.open(1000, 0, "here") > 0 for _ in range(2)] == [True, True]
+
+
+def test_moments_of_all_sessions_are_bounded_and_counted_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "MOMENTS_IN_ALL_MAX", 3)
+    sessions = Sessions(first_id=1)
+    one, two = sessions.open(1000, 0), sessions.open(2000, 0)
+    sessions.hold(one, Moment(1, 7))
+    sessions.hold(two, Moment(2, 7))
+    sessions.hold(two, Moment(3, 7))
+    with pytest.raises(TooLarge, match="at this store"):
+        sessions.hold(one, Moment(4, 7))
+    assert sessions.drop(two, 2) is not None
+    assert sessions.drop(two, 2) is None
+    sessions.hold(one, Moment(4, 7))
+    sessions.expire(1000)
+    for moment_id in (5, 6):
+        sessions.hold(two, Moment(moment_id, 7))
+    with pytest.raises(TooLarge):
+        sessions.hold(two, Moment(7, 7))

@@ -13,14 +13,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mapper.core import MappedBatch, MapperCore
-from mapper.mapping import cut
-from mapper.serve import OUTBOX_BYTES_MIN, SHARED_BYTES_MAX, SHARED_OF_WINDOW, MapperServer, SharedCore
-from reducer.stream import RowStream
 from shuffle import flight, shared_memory
 from shuffle.errors import BadInput
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
+from shuffle.mapper.core import MappedBatch, MapperCore
+from shuffle.mapper.mapping import cut
+from shuffle.mapper.serve import OUTBOX_BYTES_MIN, SHARED_BYTES_MAX, SHARED_OF_WINDOW, MapperServer, SharedCore
 from shuffle.messages import GetRows, SharedRows
+from shuffle.reducer.stream import RowStream, validate_offsets
 from shuffle.shared_memory import BYTES_MIN, Inbox, Note, NotShared, Outbox
 from tests.waiting import wait_until
 
@@ -174,7 +174,7 @@ def test_small_answers_and_those_of_other_machines_come_over_the_wire(
     assert numbers(stream, rows_max=BYTES_MIN // 40) == list(range(ROWS))
     unwilling = mapper.stream(share_memory=False)
     assert numbers(unwilling) == list(range(ROWS))
-    monkeypatch.setattr("reducer.stream.machine", lambda: "another")
+    monkeypatch.setattr("shuffle.reducer.stream.machine", lambda: "another")
     stranger = mapper.stream()
     assert numbers(stranger) == list(range(ROWS))
     assert taken == []
@@ -239,3 +239,36 @@ def test_small_window_has_little_memory_to_share(taken: list[Note]) -> None:
     assert taken == []
     stream.close()
     smaller.close()
+
+
+def test_memory_that_could_be_cut_while_it_is_read_is_not_taken() -> None:
+    """The kernel ends a process that reads memory which was cut off after it was mapped."""
+    fd = os.memfd_create("not-sealed")
+    try:
+        os.ftruncate(fd, 4096)
+        note = Note(os.getpid(), fd, os.fstat(fd).st_ino, 100)
+        with pytest.raises(NotShared, match="could be cut"):
+            Inbox().take(note)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.binary()])
+def test_answer_whose_offsets_fall_is_refused(kind: pa.DataType) -> None:
+    offsets = np.array([0, 4, 8, 12], np.int32)
+    column = pa.Array.from_buffers(kind, 3, [None, pa.py_buffer(offsets), pa.py_buffer(b"abcdefghijkl")])
+    batch = pa.record_batch([column, pa.array([1, 2, 3])], names=["text", "number"])
+    validate_offsets(batch)
+    validate_offsets(batch.slice(1))
+    offsets[1] = 1_000_000
+    with pytest.raises(pa.ArrowInvalid):
+        validate_offsets(batch)
+
+
+def test_answer_whose_dictionary_has_no_such_entry_is_refused() -> None:
+    indices = np.array([0, 1], np.int32)
+    column = pa.DictionaryArray.from_arrays(pa.array(indices), ["a", "b"], safe=False)
+    lying = pa.DictionaryArray.from_arrays(pa.array(np.array([0, 77], np.int32)), ["a", "b"], safe=False)
+    validate_offsets(pa.record_batch([column], names=["word"]))
+    with pytest.raises(pa.ArrowInvalid):
+        validate_offsets(pa.record_batch([lying], names=["word"]))

@@ -11,12 +11,21 @@ import pyarrow as pa
 import pytest
 
 from shuffle.errors import CommitConflict, DiskFull, StoreError
-from statestore.disk import SegmentDisk
-from statestore.engine import Engine
-from statestore.request import Append, CommitRequest, Committed, CreateQueue, CreateTable, Expect, Reads, TableWrite
-from statestore.rocks import Rocks
-from statestore.schema import QueueSchema, TableSchema
-from statestore.table import Table
+from shuffle.statestore.disk import SegmentDisk
+from shuffle.statestore.engine import Engine
+from shuffle.statestore.request import (
+    Append,
+    CommitRequest,
+    Committed,
+    CreateQueue,
+    CreateTable,
+    Expect,
+    Reads,
+    TableWrite,
+)
+from shuffle.statestore.rocks import Rocks
+from shuffle.statestore.schema import QueueSchema, TableSchema
+from shuffle.statestore.table import Table
 from tests.sim.disk import Disk, SimKeys, SimSegments
 
 Open = Callable[[], Any]
@@ -74,6 +83,14 @@ def test_segment_that_was_removed_is_gone(segments: Any) -> None:
     segments.remove("one.seg")
     segments.remove("one.seg")
     assert list(segments.names()) == []
+
+
+def test_segment_that_was_set_aside_is_not_among_the_others(segments: Any) -> None:
+    for _ in range(2):
+        segments.create("one.seg", b"head")
+        segments.create("two.seg", b"head")
+        segments.set_aside("one.seg")
+        assert list(segments.names()) == ["two.seg"]
 
 
 # what a crash may do

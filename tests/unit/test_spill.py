@@ -10,10 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import mapper.spill as spill
-from mapper.core import MapperCore
-from mapper.reader import QueueReader
-from mapper.spill import (
+import shuffle.mapper.spill as spill
+from shuffle.errors import CommitUnknown, CorruptData, RowsGone
+from shuffle.ids import NOTHING_COMMITTED, Guid, MapperIndex, ReducerIndex, ShuffleIndex
+from shuffle.mapper.core import MapperCore
+from shuffle.mapper.reader import QueueReader
+from shuffle.mapper.spill import (
     Spill,
     SpillAnswer,
     SpillEnd,
@@ -24,12 +26,10 @@ from mapper.spill import (
     decode_heads,
     encode,
 )
-from mapper.spill_store import SpillStore, spill_queue
-from mapper.trim import Trimmer
-from shuffle.errors import CommitUnknown, CorruptData, RowsGone
-from shuffle.ids import NOTHING_COMMITTED, Guid, MapperIndex, ReducerIndex, ShuffleIndex
+from shuffle.mapper.spill_store import SpillStore, spill_queue
+from shuffle.mapper.trim import Trimmer
 from shuffle.messages import METADATA_FIELDS
-from statestore import StateClient, Transaction
+from shuffle.statestore import StateClient, Transaction
 
 
 def part(indexes: list[int], time_us: int = 7, width: int = 10) -> SpillPart:
@@ -171,6 +171,7 @@ def test_trim_of_the_spill_that_was_not_answered_is_done_again(tmp_path: Path, m
         core = MapperCore(Guid("g"), MapperIndex(0), 1, 1 << 30)
         core.load_spill({reducer: Spill(end, 0, 0, 0)})
         core.spilling.spills[reducer].commit(ShuffleIndex(1))
+        core.learn_committed({reducer: ShuffleIndex(1)})
         store = SpillStore(client, "job", MapperIndex(0), 1)
         trimmer = Trimmer(client, "job", core, QueueReader(client, "in", 0), threading.Lock(), spill=store)
 

@@ -10,19 +10,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mapper.core import MappedBatch, MapperCore
-from mapper.mapping import cut
-from mapper.reader import PartitionReader
-from mapper.spill import Spill, SpillEnd, encode
-from mapper.spill_store import SPILLS_KEY, SPILLS_VALUE, SpillStore, spills_table
-from mapper.state import MAPPERS_KEY, MAPPERS_VALUE, mappers_table
-from mapper.stragglers import STANDING_AGES, Stragglers
-from mapper.trim import LOOK_S, Trimmer
 from shuffle.config import SpillSpec
 from shuffle.errors import RowsGone
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
+from shuffle.mapper.core import MappedBatch, MapperCore
+from shuffle.mapper.mapping import cut
+from shuffle.mapper.reader import PartitionReader
+from shuffle.mapper.spill import Spill, SpillEnd, encode
+from shuffle.mapper.spill_store import SPILLS_KEY, SPILLS_VALUE, SpillStore, spills_table
+from shuffle.mapper.state import MAPPERS_KEY, MAPPERS_VALUE, mappers_table
+from shuffle.mapper.stragglers import STANDING_AGES, Seen, Stragglers
+from shuffle.mapper.trim import LOOK_S, Trimmer
 from shuffle.messages import GetRows
-from statestore import StateClient
+from shuffle.statestore import StateClient
 
 AGE_MS = 100
 SCHEMA = pa.schema([("v", pa.string())])
@@ -32,7 +32,7 @@ def run(positions: list[list[int]], share: float = 0.5, step_ms: int = 50) -> li
     one = Stragglers(len(positions[0]), share, AGE_MS)
     found = []
     for number, now in enumerate(positions):
-        one.tick(number * step_ms, now, [False] * len(now))
+        one.tick(number * step_ms, [Seen(position, position - 1, False, False) for position in now])
         found.append(set(one.current))
     return found
 
@@ -63,13 +63,53 @@ def test_one_is_suspected_at_half_the_age() -> None:
     one = Stragglers(3, 0.5, AGE_MS)
     found = []
     for step in range(4):
-        one.tick(step * 30, [10 * step, 10 * step, 0], [False] * 3)
+        one.tick(step * 30, [Seen(position, position - 1, False, False) for position in (10 * step, 10 * step, 0)])
         found.append((one.is_suspecting, bool(one.current)))
     assert found == [(False, False), (False, False), (False, False), (True, False)]
 
 
 def test_single_reducer_is_never_a_straggler() -> None:
     assert not any(run([[0]] * 20))
+
+
+def test_one_that_never_had_rows_does_not_make_the_others_late() -> None:
+    """Nobody runs: one has all the rows, and the other none."""
+    one = Stragglers(2, 0.5, AGE_MS)
+    for number in range(3 * STANDING_AGES):
+        one.tick(number * 50, [Seen(0, -1, False, False), Seen(10 * number, -1, True, False)])
+        assert not one.current
+        assert not one.is_suspecting
+
+
+def test_one_that_never_had_rows_does_not_make_the_others_late_though_it_waits() -> None:
+    one = Stragglers(2, 0.5, AGE_MS)
+    for number in range(3 * STANDING_AGES):
+        one.tick(number * 50, [Seen(0, -1, False, False), Seen(10 * number, -1, True, True)])
+        assert not one.current
+
+
+def test_one_that_has_caught_up_counts_as_long_as_it_waits_for_more() -> None:
+    one = Stragglers(2, 0.5, AGE_MS)
+    found = []
+    for number in range(4 * STANDING_AGES):
+        waits = number <= 2 * STANDING_AGES
+        one.tick(number * 50, [Seen(0, -1, False, False), Seen(10 * number, 5, True, waits)])
+        found.append(bool(one.current))
+    assert found[2 * STANDING_AGES], "it has all its rows, and waits for more"
+    assert found[-1], "for a while it counts, though it is silent"
+    one.tick(4 * STANDING_AGES * 50 + STANDING_AGES * AGE_MS, one._before)
+    assert not one.current, "nobody is there"
+
+
+def test_nothing_is_spilled_where_no_reducer_has_ever_run() -> None:
+    core = core_with(SPEC)
+    for number in range(60):
+        if core.wants_input:
+            ingest(core, [0])
+        core.tick(number * 50)
+        assert core.trim_plan() is None
+    assert not core.wants_input, "the window is full"
+    assert not core.spilling.stragglers
 
 
 def core_with(spec: SpillSpec | None, memory_bytes: int = 20_000) -> MapperCore:
@@ -86,6 +126,7 @@ def fetch(core: MapperCore, reducer: int, committed: int, cursor: int | None = N
     """The index of the last row that was served."""
     at = committed if cursor is None else cursor
     request = GetRows(Guid("g"), ReducerIndex(reducer), ShuffleIndex(committed), ShuffleIndex(at), 100, 1 << 20)
+    core.learn_committed({ReducerIndex(reducer): ShuffleIndex(committed)})
     served = core.get_rows(request)
     return served[-1].last_row_index if served else at
 
@@ -241,6 +282,7 @@ def test_input_is_trimmed_once_in_a_period_and_not_with_every_spill(tmp_path: Pa
             if hurry:
                 trimmer.hurry()
             before = reader.trimmed
+            core.waiting[:] = [1, 1, 0]
             assert trimmer.trim()
             assert core.persisted.input_unread_row_index == core.next_input_index - 1
             assert reader.trimmed == (core.persisted.input_unread_row_index if is_trimmed else before)

@@ -4,9 +4,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mapper.bucket import Bucket
-from mapper.window import ENTRY_OVERHEAD_BYTES, Part, Window, WindowEntry
 from shuffle.ids import InputIndex, ReducerIndex, ShuffleIndex, Token
+from shuffle.mapper.bucket import Bucket
+from shuffle.mapper.window import ENTRY_OVERHEAD_BYTES, Part, Window, WindowEntry
 
 
 def batch(*values: int) -> pa.RecordBatch:

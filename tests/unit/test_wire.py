@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from shuffle.errors import BadInput, TooLarge
 from shuffle.limits import TICKET_BYTES_MAX
-from statestore.buffers import listed
-from statestore.lane_frames import QUESTION_BYTES_MAX, decode_frame, encode_frame, frame_bytes, is_small
-from statestore.request import Append, CommitRequest, Expect, Publish, Reads, TableWrite, Trim
-from statestore.validation import KeyRange
-from statestore.wire import (
+from shuffle.statestore.buffers import listed
+from shuffle.statestore.lane_frames import QUESTION_BYTES_MAX, decode_frame, encode_frame, frame_bytes, is_small
+from shuffle.statestore.request import Append, CommitRequest, Expect, Publish, Reads, TableWrite, Trim
+from shuffle.statestore.validation import KeyRange
+from shuffle.statestore.wire import (
     FRAME,
     Header,
     Rows,
@@ -102,7 +102,7 @@ def test_commit_of_every_kind_of_part_comes_through() -> None:
         writes=[TableWrite(1, binary(b"k1", b"k2"), binary(b"v", None)), TableWrite(2, binary(b"\0"), binary(b""))],
         appends=[
             Append(3, 0, [pa.py_buffer(b"one"), pa.py_buffer(b"three")]),
-            Publish(3, 1, "id"),
+            Publish(3, 1, "0123456789abcdef" * 2),
             Append(4, 9, [], "producer", -5),
             Append(4, 9, [pa.py_buffer(b"")], "producer", 2**62),
         ],
@@ -125,7 +125,7 @@ def test_empty_commit_and_commit_without_rows_come_through() -> None:
     for request in (
         CommitRequest(),
         CommitRequest(reads=Reads(0)),
-        CommitRequest(appends=[Publish(1, 0, "x")], trims=[Trim(1, 0, 1)]),
+        CommitRequest(appends=[Publish(1, 0, "f" * 32)], trims=[Trim(1, 0, 1)]),
         CommitRequest(appends=[Append(1, 0, [])]),
         CommitRequest(reads=Reads(3, [binary()])),
     ):
@@ -217,7 +217,7 @@ def test_frame_of_other_columns_is_refused() -> None:
 
 
 def test_oversized_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("statestore.wire.TRANSACTION_BYTES_MAX", 100)
+    monkeypatch.setattr("shuffle.statestore.wire.TRANSACTION_BYTES_MAX", 100)
     check_frame(frame(binary(b"x" * 50), None))
     with pytest.raises(TooLarge):
         check_frame(frame(binary(b"x" * 101), None))
@@ -260,3 +260,8 @@ def test_lane_takes_only_what_is_small_and_quickly_answered() -> None:
     assert not is_small({"op": "commit"}, (binary(b"a"), [b"b"]))
     assert not is_small({"op": "commit"}, ([b"a"], [bytes(QUESTION_BYTES_MAX)]))
     assert not is_small({"op": "commit"}, ([b"a"] * 2000, [None] * 2000))
+
+
+def test_no_values_are_no_buffers_even_without_an_offset() -> None:
+    nothing = pa.Array.from_buffers(pa.binary(), 0, [None, pa.py_buffer(b""), pa.py_buffer(b"")])
+    assert as_buffers(nothing) == []

@@ -1,0 +1,106 @@
+"""Reads a YAML file into nodes, each with its line, and refuses what no person writes into a spec."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from shuffle.errors import SpecError
+
+SPEC_BYTES_MAX = 1024 * 1024
+"""A spec is a page of text; a file far larger than that was given by mistake."""
+
+DEPTH_MAX = 32
+"""Mappings and lists within each other. A spec has three levels; the rest is for the user's own configuration."""
+
+NODES_MAX = 100_000
+"""Keys, values, lists and mappings, with everything that aliases stand for: a few lines of aliases of aliases would be
+more than fits into memory as soon as somebody writes them out."""
+
+Node = yaml.Node
+
+
+def compose_file(path: Path) -> Node | None:
+    """The tree of nodes of the YAML in ``path``; None if there is nothing in it."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(SPEC_BYTES_MAX + 1)
+        if len(content) > SPEC_BYTES_MAX:
+            raise SpecError(f"{path}: too large for a spec: more than {SPEC_BYTES_MAX} bytes")
+        text = content.decode("utf-8")
+        _check_nesting(path, text)
+        node: Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+        return node
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in _siblings(path)], n=1)
+        hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        raise SpecError(f"{path}: there is no such file{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise SpecError(f"{path}:{line}: not YAML: {in_one_line(error.problem or error)}") from None
+    except yaml.YAMLError as error:
+        raise SpecError(f"{path}:1: not YAML: {in_one_line(error)}") from None
+
+
+def in_one_line(error: object) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+@dataclass(slots=True)
+class _Open:
+    """A mapping or list that is not complete yet."""
+
+    anchor: str | None
+    begin: int
+    """How many nodes there were before it."""
+    height: int = 1
+    """Levels of what it has so far, itself included."""
+
+
+def _check_nesting(path: Path, text: str) -> None:
+    """``SpecError`` for what only a program would write: depth without end, and aliases that stand for very much.
+
+    The events of a file come one by one, whatever it says; composing it takes a level of recursion for each of its own.
+    """
+    known: dict[str, tuple[int, int] | None] = {}
+    """Per anchor, the nodes and levels that it stands for; None while it is not complete."""
+    around: list[_Open] = []
+    count = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        line = event.start_mark.line + 1
+        height = 0
+        if isinstance(event, yaml.AliasEvent):
+            found = known.get(event.anchor or "", (1, 0))  # That an alias is of nothing is seen when it is composed.
+            if found is None:
+                raise SpecError(f"{path}:{line}: the alias *{event.anchor} is inside of what it stands for")
+            count, height = count + found[0], found[1]
+        elif isinstance(event, yaml.CollectionEndEvent):
+            ended = around.pop()
+            height = ended.height
+            if ended.anchor is not None:
+                known[ended.anchor] = count - ended.begin, height
+        elif isinstance(event, yaml.NodeEvent):
+            is_collection = isinstance(event, yaml.CollectionStartEvent)
+            if event.anchor is not None:
+                known[event.anchor] = None if is_collection else (1, 0)
+            if is_collection:
+                around.append(_Open(event.anchor, count))
+            count += 1
+        if len(around) + height > DEPTH_MAX:
+            raise SpecError(f"{path}:{line}: more than {DEPTH_MAX} lists and mappings within each other")
+        if count > NODES_MAX:
+            raise SpecError(f"{path}:{line}: more than {NODES_MAX} keys and values, with what aliases stand for")
+        if around:
+            around[-1].height = max(around[-1].height, height + 1)
+
+
+def _siblings(path: Path) -> list[Path]:
+    try:
+        return list(path.parent.glob("*.y*ml"))
+    except OSError:
+        return []

@@ -1,0 +1,155 @@
+"""The messages of the store and their fields, as data: what each may be, and within which bounds.
+
+Everything that reaches the store passes one of these tables once, before any of its code sees it: the header of a
+question (``OPERATIONS``), the sections of a commit (``SECTIONS``), a request of the control plane (``CONTROL``). What a
+client is answered passes ``ANSWERS``. ``docs/protocol.md`` shows them to people.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from shuffle.errors import BadInput
+from shuffle.fields import (
+    INT64_MIN,
+    UINT32_MAX,
+    UINT64_MAX,
+    Field,
+    check_fields,
+    check_items,
+    flag,
+    number,
+    shown,
+    text,
+)
+from shuffle.limits import (
+    BATCH_BYTES_MAX,
+    MIB,
+    NAME_BYTES_MAX,
+    STAGED_TTL_MS_MAX,
+    WAIT_MS_MAX,
+)
+
+SCAN_ROWS_MAX = 1_000_000
+"""Rows of one answer to a scan."""
+
+SCHEMA_BYTES_MAX = 2 * MIB
+"""The description of a table or a queue: a thousand columns with names of 255 bytes, and a type each."""
+
+_TABLE, _QUEUE, _PARTITION = number("table", UINT32_MAX), number("queue", UINT32_MAX), number("partition", UINT32_MAX)
+_SESSION, _MOMENT = number("session", UINT64_MAX), number("moment", needs="session")
+_HELD_SESSION = number("session", UINT64_MAX, optional=True)
+_HELD_MOMENT = number("moment", optional=True, needs="session")
+_ROWS = number("rows", UINT32_MAX)
+_STAGED = Field("staged", str, 32, 32, pattern=re.compile("[0-9a-f]{32}"))
+
+OPERATIONS: dict[str, tuple[Field, ...]] = {
+    "get": (_TABLE, _HELD_SESSION, _HELD_MOMENT, flag("hold", needs="session")),
+    "scan": (_TABLE, _HELD_SESSION, _HELD_MOMENT, number("rows", SCAN_ROWS_MAX, low=1), flag("reverse")),
+    "open": (_SESSION,),
+    "release": (_SESSION, _MOMENT),
+    "commit": (number("version", optional=True), _HELD_SESSION, _HELD_MOMENT, Field("sections", list, optional=True)),
+    "stage": (_QUEUE, number("ttl_ms", STAGED_TTL_MS_MAX, low=1)),
+    "discard": (_STAGED,),
+    "bounds": (_QUEUE,),
+    "read": (
+        _QUEUE,
+        _PARTITION,
+        number("begin"),
+        number("rows", low=1),
+        number("bytes", low=1),
+        number("wait_ms", WAIT_MS_MAX),
+        flag("local"),
+    ),
+}
+"""The header of each question, beside ``op``."""
+
+SECTIONS: dict[str, tuple[Field, ...]] = {
+    "read": (_ROWS,),
+    "range": (_ROWS,),
+    "expect": (_TABLE, _ROWS),
+    "write": (_TABLE, _ROWS),
+    "append": (
+        _QUEUE,
+        _PARTITION,
+        _ROWS,
+        text("producer", optional=True),
+        number("sequence", low=INT64_MIN, optional=True),
+    ),
+    "publish": (_QUEUE, _PARTITION, _STAGED),
+    "trim": (_QUEUE, _PARTITION, number("index")),
+}
+"""The sections of a commit, each after its kind."""
+
+_SCHEMA = text("schema_json", high=SCHEMA_BYTES_MAX)
+_GROUP, _LEASE, _SESSION_ID = text("group"), number("lease_id", UINT64_MAX), number("session_id", UINT64_MAX)
+_TTL = number("ttl_ms", UINT32_MAX)
+"""Leases and sessions have bounds of their own, which they name."""
+
+CONTROL: dict[str, tuple[Field, ...]] = {
+    "Info": (),
+    "ListTables": (),
+    "ListQueues": (),
+    "CreateTable": (_SCHEMA,),
+    "CreateQueue": (_SCHEMA,),
+    "Drop": (text("kind"), text("name")),
+    "OpenSession": (_TTL,),
+    "RenewSession": (_SESSION_ID,),
+    "CloseSession": (_SESSION_ID,),
+    "Register": (_GROUP, text("member"), _TTL),
+    "Renew": (_LEASE,),
+    "Leave": (_LEASE,),
+    "Members": (_GROUP,),
+    "Watch": (_GROUP, number("revision", UINT64_MAX), number("wait_ms", WAIT_MS_MAX)),
+    "Groups": (),
+    "Stats": (),
+}
+"""The requests of the control plane. That they have these fields, and of which type, is what protobuf sees to."""
+
+_OPENED = (number("moment"), number("version"))
+_ELSEWHERE = flag("elsewhere")
+
+ANSWERS: dict[str, tuple[Field, ...]] = {
+    "get": (number("moment", optional=True, needs="version"), number("version", optional=True), _ELSEWHERE),
+    "scan": (),
+    "open": _OPENED,
+    "release": (),
+    "commit": (number("version"), Field("appended", list)),
+    "stage": (text("staged"),),
+    "discard": (),
+    "bounds": (Field("bounds", list),),
+    "read": (
+        text("file", high=16 * NAME_BYTES_MAX, optional=True, needs="offset"),
+        number("offset", optional=True),
+        number("segment", optional=True),
+        number("end", optional=True),
+        number("bytes", 2 * BATCH_BYTES_MAX, optional=True, needs="end"),
+        Field("ends", list, optional=True, needs="end"),
+    ),
+}
+"""The header of each answer that is no error."""
+
+
+def check_question(header: Mapping[str, Any]) -> None:
+    """Raises ``BadInput`` unless the header is that of a question, with all of its fields as they should be."""
+    operation = header.get("op")
+    fields = OPERATIONS.get(operation) if isinstance(operation, str) else None
+    if fields is None:
+        raise BadInput(f"unknown operation {shown(operation)}: client and store are of different versions")
+    check_fields(f"the question {operation!r}", fields, header)
+
+
+def check_section(kind: str, *fields: Any) -> None:
+    """Raises ``BadInput`` unless these are the fields of a section of a commit."""
+    check_items(f"the section {kind!r} of a commit", SECTIONS[kind], fields)
+
+
+def check_answer(operation: str, header: Mapping[str, Any]) -> None:
+    """Raises ``BadInput`` unless the header is one that a store answers ``operation`` with."""
+    error = header.get("error")
+    if error is None:
+        check_fields(f"the answer to {operation!r}", ANSWERS[operation], header)
+    elif not isinstance(error, str):
+        raise BadInput(f"the answer to {operation!r}: an error that is none")

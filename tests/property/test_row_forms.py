@@ -1,0 +1,142 @@
+"""What the store takes for a key or a value is what its table would have made of some row, and nothing else."""
+
+from __future__ import annotations
+
+import struct
+
+import pyarrow as pa
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from shuffle.errors import BadInput, CorruptData
+from shuffle.statestore.buffers import fits_precision, prefixed
+from shuffle.statestore.catalogue import TableEntry
+from shuffle.statestore.few import FewKeys, FewValues
+from shuffle.statestore.keys import KeyCodec
+from shuffle.statestore.request import TableWrite
+from shuffle.statestore.schema import TableSchema
+from shuffle.statestore.values import RowCodec
+from tests.property.test_few_rows import KEY_KINDS, VALUE_KINDS, batches
+
+PREFIX = b"tab"
+
+
+def binary(*values: bytes) -> pa.BinaryArray:
+    return pa.array(values, pa.binary())
+
+
+def keys_are_right(schema: pa.Schema, *keys: bytes) -> bool:
+    """By whole columns and one by one, which have to agree."""
+    try:
+        KeyCodec("t", schema).check(binary(*keys), len(PREFIX))
+        found = True
+    except CorruptData:
+        found = False
+    assert FewKeys(schema).are_right(keys, len(PREFIX)) == found
+    return found
+
+
+def values_are_right(schema: pa.Schema, *values: bytes) -> bool:
+    try:
+        RowCodec("t", schema).check(binary(*values))
+        found = True
+    except CorruptData:
+        found = False
+    assert FewValues(schema).are_right(values) == found
+    return found
+
+
+@st.composite
+def damage(draw: st.DrawFn, data: bytes) -> bytes:
+    kind = draw(st.sampled_from(["change", "cut", "add", "insert"]))
+    at = draw(st.integers(0, max(len(data) - 1, 0)))
+    byte = bytes([draw(st.sampled_from([0, 1, 2, 0x7F, 0x80, 0xFF]) | st.integers(0, 255))])
+    if kind == "cut":
+        return data[:at]
+    if kind == "add":
+        return data + byte
+    return data[:at] + byte + data[at + (kind == "change") :]
+
+
+@given(batches(KEY_KINDS, nulls=False), st.data())
+@settings(max_examples=300, deadline=None)
+def test_keys_are_right_exactly_if_they_are_those_of_rows(batch: pa.RecordBatch, data: st.DataObject) -> None:
+    codec = KeyCodec("t", batch.schema)
+    keys = prefixed(codec.encode(batch), PREFIX).to_pylist()
+    assert keys_are_right(batch.schema, *keys)
+    assume(keys)
+    damaged = PREFIX + data.draw(damage(keys[0][len(PREFIX) :]))
+    if keys_are_right(batch.schema, damaged, *keys[1:]):
+        columns = codec.decode(binary(damaged), skip_bytes=len(PREFIX))
+        assert all(fits_precision(column) for column in columns if pa.types.is_decimal128(column.type))
+        assert codec.encode_columns(columns).to_pylist() == [damaged[len(PREFIX) :]]
+
+
+@given(batches(VALUE_KINDS, nulls=True), st.data())
+@settings(max_examples=300, deadline=None)
+def test_values_are_right_exactly_if_they_are_those_of_rows(batch: pa.RecordBatch, data: st.DataObject) -> None:
+    codec = RowCodec("t", batch.schema)
+    values = codec.encode(batch).to_pylist()
+    assert values_are_right(batch.schema, *values)
+    assume(values)
+    damaged = data.draw(damage(values[0]))
+    if values_are_right(batch.schema, damaged, *values[1:]):
+        assert codec.encode_columns(codec.decode(binary(damaged)), 1).to_pylist() == [damaged]
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        (pa.bool_(), b"\x02"),
+        (pa.float64(), b"\x7f" + b"\xff" * 7),  # -0.0
+        (pa.float64(), b"\xff" * 8),  # another NaN
+        (pa.float32(), b"\0\0\0\0"),  # a negative one
+        (pa.decimal128(3, 1), (2**127 + 1000).to_bytes(16, "big")),
+        (pa.decimal128(38, 1), b"\xff" * 16),
+        (pa.int64(), b"1234567"),
+        (pa.string(), b"\xff"),
+    ],
+)
+def test_another_form_of_a_key_is_none(kind: pa.DataType, key: bytes) -> None:
+    """Two keys of one row would both be there, and each be found by half of those who look for it."""
+    assert not keys_are_right(pa.schema([("k", kind)]), PREFIX + key)
+
+
+@pytest.mark.parametrize(
+    "key", [b"a\0\1", b"a\0b\0\1" + bytes(8), b"a\0\0\1" + bytes(8), b"\xff\0\1" + bytes(8), b"a" + bytes(8)]
+)
+def test_string_inside_a_key_that_is_not_escaped_is_none(key: bytes) -> None:
+    schema = pa.schema([("s", pa.string()), ("n", pa.int64())])
+    assert keys_are_right(schema, PREFIX + b"a\0\xffb\0\1" + bytes(8))
+    assert not keys_are_right(schema, PREFIX + key)
+
+
+def test_value_says_null_only_where_there_may_be_one() -> None:
+    schema = pa.schema([pa.field("a", pa.int64(), nullable=False), ("b", pa.string())])
+    right = b"\x02" + struct.pack("<q", 7) + bytes(4)
+    assert values_are_right(schema, right)
+    for wrong in (
+        b"\x01" + bytes(12),
+        b"\x04" + right[1:],
+        right[:-4] + struct.pack("<I", 1) + b"x",
+        b"",
+        right + b"x",
+    ):
+        assert not values_are_right(schema, wrong)
+    assert values_are_right(pa.schema([]), b"", b"")
+    assert not values_are_right(pa.schema([]), b"x")
+
+
+def test_rows_of_a_slice_with_deletes_among_them_are_looked_at() -> None:
+    entry = TableEntry.of(TableSchema("t", pa.schema([("n", pa.int64())]), pa.schema([("v", pa.string())]), table_id=1))
+    key = [entry.prefix + struct.pack(">Q", n) for n in range(40)]
+    value = b"\0" + struct.pack("<I", 2) + b"ab"
+    values = [None if n % 3 == 0 else value for n in range(40)]
+    entry.checked(TableWrite(1, pa.array(key, pa.binary())[3:], pa.array(values, pa.binary())[3:]))
+    values[20] = value + b"c"
+    for cut in (slice(3, None), slice(20, 21)):
+        with pytest.raises(BadInput, match="not a row of this table"):
+            entry.checked(TableWrite(1, key[cut], values[cut]))
+        with pytest.raises(BadInput, match="not a row of this table"):
+            entry.checked(TableWrite(1, pa.array(key[cut], pa.binary()), pa.array(values[cut], pa.binary())))

@@ -1,0 +1,135 @@
+"""Runs with liars: requests for rows, in the name of a reducer, that say what is not so.
+
+A share of all seeds has them. A liar knows more than anybody could: it looks up in a mapper's memory what to say. It
+calls rows committed that were served and are not committed, rows that were never served, and rows that do not exist; it
+has rows served to itself, the next ones or those far ahead; and it asks in the name of another processor.
+
+Chance is of its own here, so that the other parts of a seed stay what they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from shuffle.errors import ShuffleError
+from tests.sim import flight, kernel, profiles
+from tests.sim.faults import FAULTS_UNTIL_US, Fault
+from tests.sim.kernel import Process
+
+if TYPE_CHECKING:
+    from tests.sim.simulation import Simulation
+
+SHARE = 0.3
+"""Of the seeds of an ordinary run."""
+
+SHARE_WITH_STRAGGLERS = 0.5
+
+SPILLED_SHARE = 0.7
+"""Of the lies to a mapper that has spilled rows: those in the name of a reducer that they are for."""
+
+ANSWER_S_MAX = 0.3
+
+ROWS_MAX, BYTES_MAX = 7, 777
+"""Of the answers to lies. No reducer asks for so many, so that a lie can be told from a request that is honest."""
+
+
+class Liars:
+    """What one seed has of it."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = Random(f"{seed}/liars")
+        share = SHARE_WITH_STRAGGLERS if profiles.current() == profiles.STRAGGLERS else SHARE
+        self.is_on = self._rng.random() < share
+        self._told: dict[tuple[int, int], int] = {}
+
+    def faults(self, made: list[Fault]) -> list[Fault]:
+        if not self.is_on:
+            return made
+        rng = self._rng
+        more = [
+            Fault(
+                number,
+                "liar",
+                int(rng.random() * FAULTS_UNTIL_US),
+                int(rng.choice([30_000, 200_000, 700_000]) * (0.5 + rng.random())),
+                rng.random(),
+                rng.random(),
+            )
+            for number in range(len(made), len(made) + rng.choice([1, 3, 6]))
+        ]
+        return sorted([*made, *more], key=lambda fault: (fault.at_us, fault.number))
+
+    def tell(self, mapper: int, reducer: int, index: int) -> None:
+        """A lie is about to be sent."""
+        self._told[mapper, reducer] = max(self._told.get((mapper, reducer), -1), index)
+
+    def has_told(self, mapper: int, reducer: int, index: int) -> bool:
+        """Whether any lie called this row committed."""
+        return self._told.get((mapper, reducer), -1) >= index
+
+
+def is_lie(ticket: dict[str, Any]) -> bool:
+    return (ticket["max_rows"], ticket["max_bytes"]) == (ROWS_MAX, BYTES_MAX)
+
+
+def liar(simulation: Simulation, fault: Fault) -> Callable[[], None]:
+    process = Process(simulation.world, f"liar#{fault.number}")
+    rng = Random(f"{simulation.world.seed}/fault/{fault.number}")
+    process.spawn("lie", lambda: _lie_again_and_again(simulation, rng))
+    return process.kill
+
+
+def _lie_again_and_again(simulation: Simulation, rng: Random) -> None:
+    while True:
+        kernel.sleep(rng.choice([0.003, 0.02, 0.08]) * rng.random())
+        victim = simulation.pick_process("mapper", rng.random())
+        address = f"grpc://127.0.0.1:{victim.port}" if victim is not None else ""
+        found = simulation.network.servers.get(address)
+        if found is None:
+            continue
+        ticket = _lie(simulation, found[1]._shared.core, rng)
+        try:
+            flight.connect(address).do_get(flight.Ticket(ticket), ANSWER_S_MAX)
+        except ShuffleError as error:
+            simulation.world.log("a lie failed", type(error).__name__)
+
+
+def _lie(simulation: Simulation, core: Any, rng: Random) -> bytes:
+    reducer = rng.randrange(core.reducer_count)
+    spilled = [int(one) for one, spill in core.spilling.spills.items() if not spill.is_empty]
+    if spilled and rng.random() < SPILLED_SHARE:
+        reducer = rng.choice(spilled)
+    bucket = core.buckets[reducer]
+    believed = int(max(bucket.committed, bucket.dropped))
+    last = int(core.next_shuffle_index) - 1
+    kind = rng.choice(["served", "served", "beyond", "mapped", "huge", "on", "ahead", "other processor"])
+    committed = {
+        "served": int(bucket.served),
+        "beyond": int(bucket.served) + rng.randint(1, 6),
+        "mapped": last,
+        "huge": 2**40,
+        "on": believed,
+        "ahead": believed,
+        "other processor": last,
+    }[kind]
+    simulation.world.fault("lie", kind, core.mapper_index, reducer, committed)
+    if kind != "other processor":
+        simulation.liars.tell(core.mapper_index, reducer, committed)
+    cursor = {"on": int(bucket.served), "ahead": last - rng.randint(0, 3)}.get(kind, committed)
+    ticket = {
+        "mapper_id": core.guid,
+        "processor": "other" if kind == "other processor" else "job",
+        "reducer_index": reducer,
+        "committed_row_index": committed,
+        "from_row_index": max(committed, cursor),
+        "max_rows": ROWS_MAX,
+        "max_bytes": BYTES_MAX,
+    }
+    return json.dumps(ticket).encode()
+
+
+KINDS = {"liar": liar}
+"""What these runs have beside the ordinary kinds of faults."""

@@ -1,0 +1,230 @@
+"""Fields of messages: what fits a declaration, what is refused, and that every message of the store has one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shuffle.errors import BadInput, OutOfRange, TooLarge
+from shuffle.fields import Field, check_fields, check_items, flag, number, parse_json, text
+from shuffle.ids import Guid, ReducerIndex, ShuffleIndex
+from shuffle.limits import TICKET_BYTES_MAX
+from shuffle.messages import BatchTail, GetRows, SharedRows
+from shuffle.shared_memory import Note
+from shuffle.statestore.operations import ANSWERS, CONTROL, OPERATIONS, SECTIONS, check_answer, check_question
+from shuffle.statestore.proto import control_pb2 as pb
+
+FIELDS = (
+    number("n", 9, low=-1),
+    number("maybe", optional=True),
+    text("name", high=4, optional=True),
+    Field("id", str, 2, 2, optional=True, pattern=re.compile("[ab]{2}")),
+    flag("on", needs="n"),
+    Field("parts", list, optional=True),
+)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"n": 0},
+        {"n": -1, "maybe": None, "name": "ä é"[:2], "id": "ab", "on": True, "parts": []},
+        {"n": 9, "maybe": 2**63 - 1, "name": "abcd", "on": False, "more": "is not looked at"},
+    ],
+)
+def test_what_fits_is_taken(message: dict[str, Any]) -> None:
+    check_fields("a message", FIELDS, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"n": None}, BadInput),
+        ({"n": 10}, OutOfRange),
+        ({"n": -2}, OutOfRange),
+        ({"n": 2**70}, OutOfRange),
+        ({"n": True}, BadInput),
+        ({"n": 1.0}, BadInput),
+        ({"n": float("nan")}, BadInput),
+        ({"n": "1"}, BadInput),
+        ({"n": [1]}, BadInput),
+        ({"maybe": 2**63}, OutOfRange),
+        ({"maybe": False}, BadInput),
+        ({"name": ""}, BadInput),
+        ({"name": "äää"}, BadInput),
+        ({"name": "\ud800"}, BadInput),
+        ({"name": b"ab"}, BadInput),
+        ({"id": "ac"}, BadInput),
+        ({"on": 1}, BadInput),
+        ({"parts": {}}, BadInput),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(change: dict[str, Any], kind: type[BadInput]) -> None:
+    with pytest.raises(kind) as caught:
+        check_fields("a message", FIELDS, {"n": 0, **change})
+    assert caught.value.field == next(iter(change))
+    assert caught.value.message.startswith("a message: ")
+    assert len(caught.value.message) < 200
+
+
+def test_a_field_that_needs_another_is_refused_without_it() -> None:
+    fields = (number("a", optional=True), flag("b", needs="a"))
+    check_fields("a message", fields, {"b": False})
+    with pytest.raises(BadInput, match="b without a"):
+        check_fields("a message", fields, {"b": True})
+
+
+def test_places_are_as_many_as_there_are_fields() -> None:
+    fields = (number("a"), text("b", optional=True))
+    check_items("a message", fields, [1, None])
+    for items in ([1], [1, "b", 2], [], [None, "b"]):
+        with pytest.raises(BadInput):
+            check_items("a message", fields, items)
+
+
+@pytest.mark.parametrize(
+    "data", [b"NaN", b"[Infinity]", b'{"a":-Infinity}', b"[" * 100_000, b'{"a":' * 100_000, b"\xff"]
+)
+def test_what_is_not_json_is_a_value_error(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        parse_json(data)
+
+
+@given(data=st.binary(max_size=40) | st.text(max_size=40).map(str.encode))
+def test_any_bytes_are_json_or_a_value_error(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        parse_json(data)
+
+
+# --- every message has its table ---
+
+
+def test_every_method_of_the_control_plane_has_its_fields_declared() -> None:
+    methods = pb.DESCRIPTOR.services_by_name["Control"].methods
+    assert {method.name for method in methods} == set(CONTROL)
+    for method in methods:
+        declared = {field.name for field in CONTROL[method.name]}
+        given_fields = {field.name for field in method.input_type.fields}
+        assert declared <= given_fields
+        # A bool is one or the other, and the attributes of a member are bounded as a whole, by the leases.
+        assert given_fields - declared <= {"if_not_exists", "attributes"}
+
+
+def test_every_question_has_an_answer_and_is_described() -> None:
+    assert set(ANSWERS) == set(OPERATIONS)
+    page = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
+    for operation, fields in OPERATIONS.items():
+        assert f"| `{operation}` |" in page or f"`{operation}`" in page
+        for field in fields:
+            assert f"`{field.name}`" in page, f"{operation}.{field.name} is in no document"
+    for kind, fields in SECTIONS.items():
+        assert f'["{kind}"' in page
+        for field in fields:
+            assert field.name in page
+
+
+@given(
+    header=st.dictionaries(
+        st.sampled_from(["op", "table", "queue", "moment", "session", "rows"]),
+        st.none() | st.integers() | st.booleans() | st.floats() | st.sampled_from(["get", "scan", "commit"]),
+    )
+)
+def test_any_header_is_a_question_or_refused(header: dict[str, Any]) -> None:
+    try:
+        check_question(header)
+    except BadInput:
+        return
+    assert all(field.optional or type(header[field.name]) is field.kind for field in OPERATIONS[header["op"]])
+
+
+@pytest.mark.parametrize(
+    ("operation", "answer"),
+    [
+        ("open", {}),
+        ("open", {"moment": "1", "version": 1}),
+        ("get", {"moment": 1}),
+        ("commit", {"version": 1}),
+        ("commit", {"version": True, "appended": []}),
+        ("stage", {"staged": 7}),
+        ("bounds", {"bounds": {"0": 1}}),
+        ("read", {"file": "f", "bytes": 7}),
+        ("read", {"file": "f", "offset": 1, "end": 1, "bytes": 2**40}),
+        ("read", {"error": 7}),
+    ],
+)
+def test_answer_that_is_none_is_refused(operation: str, answer: dict[str, Any]) -> None:
+    with pytest.raises(BadInput):
+        check_answer(operation, answer)
+
+
+# --- between mapper and reducer ---
+
+REQUEST = GetRows(Guid("g"), ReducerIndex(0), ShuffleIndex(3), ShuffleIndex(4), 10, 1000, 5)
+
+
+def ticket(**changes: Any) -> bytes:
+    return json.dumps({**json.loads(REQUEST.encode()), **changes}).encode()
+
+
+def test_ticket_comes_through() -> None:
+    assert GetRows.decode(REQUEST.encode()) == REQUEST
+    assert GetRows.decode(ticket(wait_ms=None)).wait_ms == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["reducer_index", "committed_row_index", "from_row_index", "max_rows", "max_bytes", "wait_ms", "to_row_index"],
+)
+@pytest.mark.parametrize("value", [True, 1.5, 2**70, -2, "1", [1]])
+def test_number_of_a_ticket_that_is_none_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(BadInput):
+        GetRows.decode(ticket(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"7",
+        b"[]",
+        b"[" * 50_000,
+        ticket(more=1),
+        ticket(mapper_id=7),
+        ticket(mapper_id=None),
+        ticket(machine=7),
+        ticket(with_metadata=1),
+        ticket(from_row_index=2),
+        REQUEST.encode().replace(b"10", b"NaN", 1),
+    ],
+)
+def test_ticket_that_is_none_is_refused(data: bytes) -> None:
+    with pytest.raises(BadInput):
+        GetRows.decode(data)
+
+
+def test_ticket_over_its_limit_is_refused() -> None:
+    with pytest.raises(TooLarge):
+        GetRows.decode(ticket(machine="x" * TICKET_BYTES_MAX))
+
+
+@pytest.mark.parametrize("data", [b"", b"+", b"-1", b"1.5", b"\xb2", b"9" * 19 + b"9", b"9" * 5000, b"1 "])
+def test_tail_that_is_no_index_is_refused(data: bytes) -> None:
+    assert BatchTail.decode(b"%d+" % (2**63 - 1)) == BatchTail(ShuffleIndex(2**63 - 1), True)
+    with pytest.raises(BadInput):
+        BatchTail.decode(data)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[1,2,3]", b'["1",2,3,4]', b"[1,2,3,4.0]", b"[1,2,3,4,-1]", b"[1,2,3,4,true]"]
+)
+def test_note_that_is_none_is_refused(data: bytes) -> None:
+    assert SharedRows.decode(b"@[1,2,3,4,5]") == SharedRows(Note(1, 2, 3, 4), (ShuffleIndex(5),))
+    with pytest.raises(BadInput):
+        SharedRows.decode(b"@" + data)

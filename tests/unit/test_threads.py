@@ -1,0 +1,116 @@
+"""Every thread of the product, and what becomes of those who depend on it when it dies.
+
+A new one must be decided upon, too: this list is compared with the code.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+import pytest
+
+from tests.test_tidy import name_of, sources
+
+PRODUCT = ("shuffle/", "mapper/", "reducer/", "statestore/", "spark_connector/", "pyspark_shuffle/")
+
+VITAL = "start_vital"
+STARTERS = {
+    VITAL,
+    "Thread",
+    "Timer",
+    "InheritableThread",
+    "ThreadPoolExecutor",
+    "ProcessPoolExecutor",
+    "start_new_thread",
+}
+
+DECIDED: dict[tuple[str, str], tuple[int, str]] = {
+    ("shuffle/vital_threads.py", "Thread"): (1, "what start_vital starts"),
+    # The store.
+    ("statestore/local.py", VITAL): (1, "the writer: the store is marked failed; a daemon ends"),
+    ("statestore/headroom.py", "Thread"): (1, "tries whether threads can be had at all, and is waited for"),
+    ("statestore/lane.py", VITAL): (1, "the lane: the daemon ends"),
+    ("statestore/held.py", VITAL): (1, "the reaper of sessions: the daemon ends"),
+    ("statestore/lane.py", "ThreadPoolExecutor"): (1, "carriers: what goes wrong ends the connection it was done for"),
+    ("statestore/control.py", "ThreadPoolExecutor"): (
+        2,
+        "gRPC's calls and health: what goes wrong is the call's answer",
+    ),
+    # Its clients, in anybody's process.
+    ("statestore/remote.py", VITAL): (1, "the renewal of the session: every call of the client raises"),
+    ("statestore/streams.py", VITAL): (1, "the deadlines of streams: every call of the client raises"),
+    ("statestore/readahead.py", "ThreadPoolExecutor"): (1, "reading ahead: who needs the rows asks again, and learns"),
+    # Mappers and reducers.
+    ("mapper/daemon.py", VITAL): (2, "trim and the wait for the stop: the mapper ends"),
+    ("reducer/daemon.py", VITAL): (1, "reduce and commit: the reducer ends"),
+    ("reducer/fetch.py", VITAL): (1, "a fetcher: the reducer ends"),
+    ("shuffle/discovery.py", VITAL): (2, "lease and directory: the worker ends"),
+    ("shuffle/metrics.py", VITAL): (1, "the metrics: the worker ends"),
+    # The controller.
+    ("shuffle/controller.py", "ThreadPoolExecutor"): (1, "the check of map: its error is raised in the main thread"),
+    ("shuffle/status.py", "ThreadPoolExecutor"): (
+        1,
+        "questions to mappers: an error is raised in who asked for the status",
+    ),
+    ("shuffle/patience.py", "Timer"): (1, "says what is waited for; without it nothing is said"),
+    ("shuffle/launch.py", VITAL): (1, "who watches the parent where the kernel does not: the process ends"),
+    ("shuffle/flight.py", "Thread"): (1, "the end of a server: waited for, for a set time; nobody depends on it"),
+    # Spark's processes: the error is raised in the query, and Spark does what it does about errors.
+    ("spark_connector/reduce.py", "Thread"): (1, "a fetcher: the feed raises its error in the task"),
+    ("spark_connector/lease.py", "Thread"): (
+        1,
+        "the lease of a query: it runs out, and each commit of positions looks whose the processor is",
+    ),
+    ("spark_connector/source.py", "Thread"): (1, "fetching ahead: its error is raised in the task"),
+    ("spark_connector/staging.py", "ThreadPoolExecutor"): (1, "staging: its error is raised in the task"),
+    ("spark_connector/engine.py", "InheritableThread"): (1, "the one Spark job: its end is raised in the command"),
+}
+"""By file and by what starts it: how many there are, and what happens when one dies."""
+
+
+def started(tree: ast.AST) -> Counter[str]:
+    """What starts threads in this code, and how often."""
+    found: Counter[str] = Counter()
+    for node in ast.walk(tree):
+        names: list[ast.expr] = []
+        if isinstance(node, ast.Call):
+            names = [node.func]
+        elif isinstance(node, ast.ClassDef):
+            names = list(node.bases)
+        for name in names:
+            last = name.attr if isinstance(name, ast.Attribute) else name.id if isinstance(name, ast.Name) else ""
+            if last in STARTERS:
+                found[last] += 1
+    return found
+
+
+def test_every_thread_is_decided_upon() -> None:
+    found = {
+        (name_of(path), starter): count
+        for path in sources()
+        if name_of(path).startswith(PRODUCT)
+        for starter, count in started(ast.parse(path.read_text(encoding="utf-8"))).items()
+    }
+    decided = {place: count for place, (count, _) in DECIDED.items()}
+    assert found == decided, "decide what happens when it dies (shuffle/vital_threads.py), then say so here"
+
+
+@pytest.mark.parametrize(
+    ("text", "starter"),
+    [
+        ("threading.Thread(target=f).start()", "Thread"),
+        ("class Worker(threading.Thread): pass", "Thread"),
+        ("Thread(target=f)", "Thread"),
+        ("with ThreadPoolExecutor(4) as pool: pass", "ThreadPoolExecutor"),
+        ("futures.ThreadPoolExecutor(4)", "ThreadPoolExecutor"),
+        ("threading.Timer(1, f).start()", "Timer"),
+        ("start_vital(f, 'name', g)", "start_vital"),
+    ],
+)
+def test_thread_is_seen_in_every_spelling(text: str, starter: str) -> None:
+    assert started(ast.parse(text)) == {starter: 1}
+
+
+def test_annotation_is_not_taken_for_a_thread() -> None:
+    assert not started(ast.parse("x: threading.Thread | None = None\nthreading.current_thread()"))

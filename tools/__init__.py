@@ -1,0 +1,1 @@
+"""What the makers of this project use: nothing here is installed."""

@@ -1,0 +1,56 @@
+"""The metrics that workers serve, from the registries themselves."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+
+from shuffle import metrics
+from tools.reference import text
+from tools.reference.pages import ROOT
+
+_ARGUMENTS = {"processor": "PROCESSOR", "index": 0, "role": "ROLE"}
+
+
+def regions() -> dict[str, str]:
+    families = {role: _families(kind) for role, kind in served().items()}
+    common = {name for name in next(iter(families.values())) if all(name in found for found in families.values())}
+    first = next(iter(families.values()))
+    found = {"metrics of every worker": _table([first[name] for name in first if name in common])}
+    for role, named in families.items():
+        found[f"metrics {role}"] = _table([family for name, family in named.items() if name not in common])
+    return found
+
+
+def served() -> dict[str, type[Any]]:
+    """The metrics that some process makes and serves, by the role of the process."""
+    sources = "\n".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("mapper", "reducer", "statestore", "shuffle", "spark_connector")
+        for path in sorted((ROOT / folder).glob("*.py"))
+    )
+    kinds = [kind for kind in metrics._Metrics.__subclasses__() if re.search(rf"\b{kind.__name__}\((?!_)", sources)]
+    return {kind.__name__.removesuffix("Metrics").lower(): kind for kind in kinds}
+
+
+def _families(kind: type[Any]) -> dict[str, Metric]:
+    wanted = inspect.signature(kind).parameters
+    made = kind(**{name: value for name, value in _ARGUMENTS.items() if name in wanted})
+    for value in vars(made).values():
+        if inspect.isfunction(value):
+            value(0)  # One gauge for each reducer: there is none until one is asked for.
+    return {family.name: family for family in made.registry.collect()}
+
+
+def _table(families: list[Metric]) -> str:
+    rows = []
+    for family in families:
+        # A counter's family is called without the ending under which Prometheus reads it.
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        own = [label for label in family.samples[0].labels if label not in (*metrics._LABELS, "le")]
+        labels = ", ".join(text.code(label) for label in own)
+        rows.append((text.code(name), family.type, labels, text.sentence(family.documentation)))
+    return text.table(("metric", "type", "further labels", "what it says"), rows)

@@ -1,0 +1,82 @@
+"""The options of ``format("shuffle")``: their names from ``OPTIONS``, what they take from the code that reads them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from shuffle import spark_connector
+from tools.reference import text
+from tools.reference.pages import ROOT
+
+_TAKES = {
+    "number": "whole number",
+    "size_bytes": "size, like `64MiB`",
+    "seconds": "time, like `30s` or `5min`",
+    "names": "columns, separated by commas",
+    "text": "text",
+    "required": "text",
+}
+"""What the methods of ``Options`` make of an option, those that say most first."""
+
+
+def regions() -> dict[str, str]:
+    options = _options()
+    return {f"spark {role}": _table(role, names) for role, names in options.OPTIONS.items()}
+
+
+def _options() -> Any:
+    # Where the package is: the name that its users import may be another one's.
+    package = spark_connector.write_stream.__module__.rpartition(".")[0]
+    return importlib.import_module(f"{package}.options")
+
+
+def _table(role: str, names: tuple[str, ...]) -> str:
+    meanings = _options().MEANINGS
+    rows = []
+    for name in names:
+        if name not in meanings:
+            raise LookupError(f"the option {name!r} to {role} is not in MEANINGS of spark_connector/options.py")
+        meaning, default = text.without_default(meanings[name])
+        rows.append((text.code(name), takes(name), default or "", meaning))
+    return text.table(("option", "takes", "default", "meaning"), rows)
+
+
+def takes(name: str) -> str:
+    """What an option is read as: found by the calls that read it."""
+    calls = read_by()[name]
+    for call in calls:
+        if call.func.attr == "choice":  # type: ignore[attr-defined]
+            return text.either(ast.literal_eval(call.args[1]))
+    methods = {call.func.attr for call in calls}  # type: ignore[attr-defined]
+    return next((said for method, said in _TAKES.items() if method in methods), "text")
+
+
+@cache
+def read_by() -> dict[str, list[ast.Call]]:
+    """For each option, the calls of methods of ``Options`` with its name."""
+    found: dict[str, list[ast.Call]] = {name: [] for names in _options().OPTIONS.values() for name in names}
+    for call in _calls():
+        name = call.args[0]
+        if isinstance(name, ast.Constant) and name.value in found:
+            found[name.value].append(call)
+        elif isinstance(name, ast.List):  # one_of
+            for element in name.elts:
+                found[ast.literal_eval(element)].append(call)
+    return found
+
+
+def _calls() -> Iterator[ast.Call]:
+    for path in sorted((ROOT / "spark_connector").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and node.func.value.id == "options"
+                and node.args
+            ):
+                yield node

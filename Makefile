@@ -67,8 +67,8 @@ demo: $(STAMP) ## a small processor from beginning to end
 reference: $(STAMP) ## make the tables of docs/reference anew from the code
 	$(BIN)/python -m tools.reference
 
-proto: $(STAMP) ## generate statestore/proto/*_pb2*.py again
-	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. shuffle/statestore/proto/*.proto
+proto: $(STAMP) ## generate statestore/wire/proto/*_pb2*.py again
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. shuffle/statestore/wire/proto/*.proto
 
 clean: ## remove what make made, .venv too
 	rm -rf $(VENV) build perf/results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -20,7 +20,7 @@ import yaml
 from perf.report import command_line, process_tree
 from shuffle import launch
 from shuffle.errors import ShuffleError, StoreUnavailable
-from shuffle.statestore.folder import served_at
+from shuffle.statestore.local.store_folder import served_at
 from statestore import StateClient
 
 PROJECT = Path(__file__).resolve().parent.parent

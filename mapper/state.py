@@ -10,7 +10,7 @@ import pyarrow as pa
 from shuffle.errors import UnknownTable
 from shuffle.ids import InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.reducer.state import REDUCERS_KEY, ReducerState
-from shuffle.statestore.buffers import Binary, listed
+from shuffle.statestore.codec.arrow_bytes import Binary, listed
 
 if TYPE_CHECKING:
     from shuffle.statestore import Snapshot, StateClient, Transaction

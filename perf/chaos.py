@@ -85,12 +85,12 @@ class Tunnels:
 def worker(arguments: Sequence[str]) -> None:
     """A mapper or reducer whose connections go through the proxy. The product itself leaves proxies alone."""
     import shuffle.flight
-    import shuffle.statestore.sockets
+    import shuffle.statestore.remote.lane_client
 
     die_with_parent(int(arguments[0]))
     options = shuffle.flight._CHANNEL_OPTIONS
     options[:] = [(name, 1 if name == "grpc.enable_http_proxy" else value) for name, value in options]
-    vars(shuffle.statestore.sockets)["socket"] = Tunnels(os.environ[PROXY_VARIABLE])
+    vars(shuffle.statestore.remote.lane_client)["socket"] = Tunnels(os.environ[PROXY_VARIABLE])
     sys.argv[:] = list(arguments[1:])
     runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
 

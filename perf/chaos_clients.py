@@ -19,7 +19,7 @@ from examples.activity import TABLE
 from shuffle.errors import ShuffleError
 from shuffle.launch import die_with_parent
 from shuffle.statestore import StateClient
-from shuffle.statestore.few import FEW_ROWS
+from shuffle.statestore.codec.small_batch import FEW_ROWS
 
 BALLAST = "ballast"
 """A queue of rows for them to read, which nobody trims."""

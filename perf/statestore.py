@@ -36,8 +36,8 @@ from perf.workload import SCHEMA, Workload
 from shuffle import flight
 from shuffle.errors import ShuffleError
 from shuffle.statestore import StateClient
-from shuffle.statestore.buffers import listed
-from shuffle.statestore.table import Table
+from shuffle.statestore.codec.arrow_bytes import listed
+from shuffle.statestore.codec.sorted_table import Table
 
 MB = 1_000_000
 

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping
 
 from shuffle.limits import MIB
 from shuffle.statestore import StateClient, Transaction
-from shuffle.statestore.buffers import Binary, arrayed, listed
+from shuffle.statestore.codec.arrow_bytes import Binary, arrayed, listed
+from shuffle.statestore.codec.sorted_table import Table
 from shuffle.statestore.request import Committed, Expect
 from shuffle.statestore.store import Store
-from shuffle.statestore.table import Table
 
 KEYS_MAX = 512
 """Keys of a lookup that is answered from memory, and of a write that is remembered."""

@@ -34,7 +34,7 @@ EXIT_BROKEN_PIPE = 141
 DELEGATES = {
     "mapper": ("shuffle.mapper.__main__", "run one mapper of a processor"),
     "reducer": ("shuffle.reducer.__main__", "run one reducer of a processor"),
-    "statestore": ("shuffle.statestore.daemon", "serve a state store"),
+    "statestore": ("shuffle.statestore.server.daemon", "serve a state store"),
     "demo": ("examples.demo", "see it all work, with processes killed on the way"),
 }
 """Commands that are another module's ``main(arguments)``, with a ``--help`` of its own."""
@@ -126,10 +126,10 @@ def build_parser(given: str = "") -> argparse.ArgumentParser:
         "shuffle state queues grpc://host:port",
     )
     if given == "state":
-        from shuffle.statestore import admin
+        from shuffle.statestore.admin import commands as state_commands
 
-        admin.add_parsers(state)
-        state.set_defaults(run_command=admin.run)
+        state_commands.add_parsers(state)
+        state.set_defaults(run_command=state_commands.run)
     return parser
 
 

@@ -26,7 +26,7 @@ from shuffle.errors import BadInput, ShuffleError
 from shuffle.patience import say_on_stderr
 from shuffle.running import only_run
 from shuffle.serving import opened, require_store
-from shuffle.statestore.admin_text import json_line, json_values, printable
+from shuffle.statestore.admin.text import json_line, json_values, printable
 
 if TYPE_CHECKING:
     from shuffle.config import ProcessorSpec

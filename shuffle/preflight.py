@@ -37,7 +37,7 @@ from shuffle.mapper.folder import partition_folders
 from shuffle.mapper.spill_store import SPILLS_KEY, SPILLS_VALUE
 from shuffle.mapper.state import MAPPERS_KEY, MAPPERS_VALUE
 from shuffle.reducer.state import REDUCERS_KEY, REDUCERS_VALUE
-from shuffle.statestore.consumers import create_consumers_table, queue_consumers, register_consumer
+from shuffle.statestore.client.queue_consumers import create_consumers_table, queue_consumers, register_consumer
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient, Transaction

@@ -24,7 +24,7 @@ from shuffle.discovery import Membership
 from shuffle.errors import BadInput
 from shuffle.ids import new_guid
 from shuffle.patience import told
-from shuffle.statestore.folder import served_at
+from shuffle.statestore.local.store_folder import served_at
 from shuffle.vital_threads import end_process
 
 if TYPE_CHECKING:

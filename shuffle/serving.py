@@ -15,7 +15,7 @@ from shuffle.config import ProcessorSpec
 from shuffle.errors import SpecError, StoreUnavailable
 from shuffle.patience import told
 from shuffle.running import logs_of
-from shuffle.statestore.folder import is_open
+from shuffle.statestore.local.store_folder import is_open
 from shuffle.supervisor import Child, Supervisor
 
 if TYPE_CHECKING:

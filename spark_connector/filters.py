@@ -23,8 +23,8 @@ from pyspark.sql.datasource import (
 )
 
 from shuffle.errors import ShuffleError
-from shuffle.statestore.table import Table
-from shuffle.statestore.validation import KeyRange
+from shuffle.statestore.codec.sorted_table import Table
+from shuffle.statestore.engine.conflicts import KeyRange
 
 RANGES_MAX = 1_000
 """Ranges that ``In`` may multiply into; beyond it the rest of the key is not looked at."""

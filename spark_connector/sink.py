@@ -31,8 +31,8 @@ from shuffle.spark_connector.staging import (
 )
 from shuffle.spark_connector.types import arrow_schema, as_schema, check_fits
 from shuffle.statestore import StateClient, TableSchema
-from shuffle.statestore.staged import STAGED_TTL_MS_DEFAULT
-from shuffle.statestore.table import Table
+from shuffle.statestore.codec.sorted_table import Table
+from shuffle.statestore.engine.staged import STAGED_TTL_MS_DEFAULT
 from shuffle.xxhash64 import hashable
 
 BATCH_ID = "streaming.sql.batchId"

@@ -14,7 +14,7 @@ from pyspark.sql.pandas.types import from_arrow_type, to_arrow_type
 from pyspark.sql.types import StructField, StructType
 
 from shuffle.errors import SchemaMismatch
-from shuffle.statestore.column_types import widens
+from shuffle.statestore.codec.column_types import widens
 
 
 def arrow_schema(schema: StructType, what: str = "the DataFrame") -> pa.Schema:

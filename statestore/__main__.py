@@ -4,6 +4,6 @@ from shuffle.footprint import keep_small
 
 keep_small()
 
-from shuffle.statestore.daemon import main  # noqa: E402 (what it imports is what has to be kept small)
+from shuffle.statestore.server.daemon import main  # noqa: E402 (what it imports is what has to be kept small)
 
 raise SystemExit(main())

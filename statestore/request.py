@@ -13,11 +13,11 @@ import pyarrow as pa
 
 from shuffle.errors import BadInput, SequenceError
 from shuffle.limits import NAME_BYTES_MAX
-from shuffle.statestore.buffers import Binary, bytes_of
-from shuffle.statestore.schema import QueueSchema, TableSchema
-from shuffle.statestore.segment import checked_rows
-from shuffle.statestore.storage import Pairs
-from shuffle.statestore.validation import KeyRange
+from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of
+from shuffle.statestore.codec.schema import QueueSchema, TableSchema
+from shuffle.statestore.engine.conflicts import KeyRange
+from shuffle.statestore.engine.segment import checked_rows
+from shuffle.statestore.engine.storage import Pairs
 
 
 @dataclass(slots=True)

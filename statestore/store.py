@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from shuffle.statestore.buffers import Binary
-from shuffle.statestore.leases import Member
+from shuffle.statestore.codec.arrow_bytes import Binary
+from shuffle.statestore.codec.schema import QueueSchema, TableSchema
+from shuffle.statestore.engine.leases import Member
 from shuffle.statestore.request import CatalogueChange, CommitRequest, Committed
-from shuffle.statestore.schema import QueueSchema, TableSchema
 
 
 @dataclass(frozen=True, slots=True)

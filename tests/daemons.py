@@ -22,7 +22,7 @@ STOP_S_MAX = 20.0
 
 _CHANGED = """
 import importlib, json, sys
-from shuffle.statestore import daemon
+from shuffle.statestore.server import daemon
 for place, value in json.loads(sys.argv[1]).items():
     module, _, name = place.rpartition(".")
     assert hasattr(importlib.import_module(module), name), place
@@ -66,7 +66,7 @@ class StoreProcess:
         self.path = path
         constants = dict(changed or {})
         if disk_reserve_bytes is not None:
-            constants["shuffle.statestore.engine.DISK_RESERVE_BYTES"] = disk_reserve_bytes
+            constants["shuffle.statestore.engine.engine.DISK_RESERVE_BYTES"] = disk_reserve_bytes
         program = ["-c", _CHANGED, json.dumps(constants)] if constants else ["-m", "statestore"]
         self._errors = (path.parent / f"{path.name}.stderr").open("w+")
         self._process = subprocess.Popen(

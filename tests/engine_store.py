@@ -10,13 +10,13 @@ from typing import Any
 import pyarrow as pa
 
 from shuffle.errors import DiskFull, ShuffleError, StoreError
-from shuffle.statestore.disk import SegmentDisk
-from shuffle.statestore.engine import Engine
+from shuffle.statestore.codec.schema import QueueSchema, TableSchema
+from shuffle.statestore.codec.sorted_table import Table
+from shuffle.statestore.engine.engine import Engine
+from shuffle.statestore.engine.segment import decode_batch
+from shuffle.statestore.local.rocks import Rocks
+from shuffle.statestore.local.segment_files import SegmentDisk
 from shuffle.statestore.request import Append, CommitRequest, Committed, CreateQueue, CreateTable, TableWrite
-from shuffle.statestore.rocks import Rocks
-from shuffle.statestore.schema import QueueSchema, TableSchema
-from shuffle.statestore.segment import decode_batch
-from shuffle.statestore.table import Table
 
 NUMBERS = pa.schema([("n", pa.int64())])
 

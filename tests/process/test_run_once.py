@@ -18,7 +18,7 @@ from shuffle.config import ProcessorSpec, load_spec
 from shuffle.errors import BadInput
 from shuffle.running import _leased, controllers_group, only_run
 from shuffle.statestore import StateClient
-from shuffle.statestore.folder import is_open
+from shuffle.statestore.local.store_folder import is_open
 from tests.daemons import StoreProcess, environment
 from tests.waiting import WAIT_S, wait_until
 

@@ -19,12 +19,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shuffle.errors import StoreUnavailable
 from shuffle.statestore import StateClient
-from shuffle.statestore.control import WATCHES_MAX
-from shuffle.statestore.control_client import ControlClient
-from shuffle.statestore.lane_connections import CONNECTIONS_MAX, CONNECTIONS_PER_PEER_MAX
-from shuffle.statestore.lane_frames import GREETING, encode_frame, local_address
-from shuffle.statestore.proto import control_pb2 as pb
-from shuffle.statestore.proto import control_pb2_grpc
+from shuffle.statestore.remote.control_client import ControlClient
+from shuffle.statestore.server.control_server import WATCHES_MAX
+from shuffle.statestore.server.lane_connections import CONNECTIONS_MAX, CONNECTIONS_PER_PEER_MAX
+from shuffle.statestore.wire.lane_frames import GREETING, encode_frame, local_address
+from shuffle.statestore.wire.proto import control_pb2 as pb
+from shuffle.statestore.wire.proto import control_pb2_grpc
 from tests.daemons import StoreProcess, wait_until
 from tests.process.test_statestore_lane import Talker, info, large_question, numbers, open_sockets, put
 
@@ -33,8 +33,8 @@ WATCHES = 300
 WAIT_MS = 50_000
 
 HURRIED = {
-    "shuffle.statestore.lane_connections.FRAME_S_MAX": 1.0,
-    "shuffle.statestore.lane_connections.TAKE_S_MAX": 1.0,
+    "shuffle.statestore.server.lane_connections.FRAME_S_MAX": 1.0,
+    "shuffle.statestore.server.lane_connections.TAKE_S_MAX": 1.0,
 }
 
 
@@ -80,7 +80,10 @@ def test_waiting_watches_leave_room_for_everybody_else(daemon: StoreProcess) -> 
 
 
 def test_health_is_answered_while_every_thread_of_the_control_plane_waits(tmp_path: Path) -> None:
-    changed = {"shuffle.statestore.control.CONTROL_THREADS": 4, "shuffle.statestore.control.WATCHES_MAX": 100}
+    changed = {
+        "shuffle.statestore.server.control_server.CONTROL_THREADS": 4,
+        "shuffle.statestore.server.control_server.WATCHES_MAX": 100,
+    }
     with StoreProcess(tmp_path / "state", changed=changed) as daemon:
         with grpc.insecure_channel(daemon.listen) as channel:
             stub: Any = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
@@ -211,7 +214,7 @@ def test_client_that_does_not_take_its_answer_is_hung_up_on(daemon: StoreProcess
 
 def test_streams_beyond_the_bound_are_refused_and_nothing_was_done(tmp_path: Path) -> None:
     with (
-        StoreProcess(tmp_path / "state", changed={"shuffle.statestore.service.STREAMS_MAX": 2}) as daemon,
+        StoreProcess(tmp_path / "state", changed={"shuffle.statestore.server.flight_server.STREAMS_MAX": 2}) as daemon,
         ExitStack() as stack,
     ):
         clients = [stack.enter_context(StateClient.connect(daemon.address)) for _ in range(3)]

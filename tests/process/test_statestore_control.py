@@ -14,10 +14,10 @@ import pytest
 
 from shuffle.errors import BadInput, Expired, StoreUnavailable
 from shuffle.statestore import StateClient
-from shuffle.statestore.control_client import ControlClient
-from shuffle.statestore.proto import control_pb2 as pb
-from shuffle.statestore.proto import control_pb2_grpc
-from shuffle.statestore.remote import RemoteStore
+from shuffle.statestore.remote.control_client import ControlClient
+from shuffle.statestore.remote.remote import RemoteStore
+from shuffle.statestore.wire.proto import control_pb2 as pb
+from shuffle.statestore.wire.proto import control_pb2_grpc
 from tests.daemons import StoreProcess
 
 TIMEOUT_S = 10.0

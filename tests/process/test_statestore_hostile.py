@@ -16,10 +16,19 @@ import pytest
 from shuffle import flight
 from shuffle.errors import BadInput, CommitConflict, ShuffleError, from_wire
 from shuffle.statestore import StateClient
-from shuffle.statestore.catalogue import CATALOGUE_PREFIX, table_prefix
-from shuffle.statestore.lane_frames import encode_frame
-from shuffle.statestore.table import Table
-from shuffle.statestore.wire import EXCHANGE, FRAME, Header, Rows, as_value, decode_header, encode_header, frame
+from shuffle.statestore.codec.sorted_table import Table
+from shuffle.statestore.engine.catalogue import CATALOGUE_PREFIX, table_prefix
+from shuffle.statestore.wire.lane_frames import encode_frame
+from shuffle.statestore.wire.messages import (
+    EXCHANGE,
+    FRAME,
+    Header,
+    Rows,
+    as_value,
+    decode_header,
+    encode_header,
+    frame,
+)
 from tests.daemons import StoreProcess
 from tests.process.test_statestore_lane import Talker, info
 from tests.raw_flight import Message, messages_of

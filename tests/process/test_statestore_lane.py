@@ -31,15 +31,15 @@ from shuffle.errors import (
     UnknownTable,
     from_wire,
 )
-from shuffle.statestore import StateClient, sockets
-from shuffle.statestore.engine import RECORDS_MAX
-from shuffle.statestore.few import FEW_ROWS
-from shuffle.statestore.lane_frames import GREETING, QUESTION_BYTES_MAX, decode_frame, encode_frame, local_address
-from shuffle.statestore.proto import control_pb2 as pb
-from shuffle.statestore.proto import control_pb2_grpc
-from shuffle.statestore.segment import decode_batch, split_records
-from shuffle.statestore.table import Table
-from shuffle.statestore.wire import Header, rows_of
+from shuffle.statestore import StateClient
+from shuffle.statestore.codec.small_batch import FEW_ROWS
+from shuffle.statestore.codec.sorted_table import Table
+from shuffle.statestore.engine.engine import RECORDS_MAX
+from shuffle.statestore.engine.segment import decode_batch, split_records
+from shuffle.statestore.wire.lane_frames import GREETING, QUESTION_BYTES_MAX, decode_frame, encode_frame, local_address
+from shuffle.statestore.wire.messages import Header, rows_of
+from shuffle.statestore.wire.proto import control_pb2 as pb
+from shuffle.statestore.wire.proto import control_pb2_grpc
 from tests.daemons import StoreProcess, wait_until
 
 NUMBERS = pa.schema([("n", pa.int64())])
@@ -308,8 +308,8 @@ def test_connections_that_the_daemon_closes_under_its_clients_are_made_again(
     """There is room for one, so that each of the two clients always finds its own closed by the other's."""
     if not local_files:
         # A question sent on a TCP connection that was closed already seems to be sent, so clients look first.
-        monkeypatch.setattr(sockets, "_IDLE_S", 0.0)
-    changed = {"shuffle.statestore.lane_connections.CONNECTIONS_MAX": 1}
+        monkeypatch.setattr(lane_client, "_IDLE_S", 0.0)
+    changed = {"shuffle.statestore.server.lane_connections.CONNECTIONS_MAX": 1}
     with StoreProcess(tmp_path / "state", changed=changed) as daemon, ExitStack() as stack:
         clients = [stack.enter_context(StateClient.connect(daemon.address, local_files=local_files)) for _ in range(2)]
         clients[0].create_table("t", key=NUMBERS, value=pa.schema([("v", pa.binary())]))

@@ -17,8 +17,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shuffle.errors import ShuffleError, StoreUnavailable, ThreadDied
-from shuffle.statestore import StateClient, lane, local, remote, streams
-from shuffle.statestore.daemon import StoreDaemon
+from shuffle.statestore import StateClient
+from shuffle.statestore.local import local
+from shuffle.statestore.remote import flight_client, remote
+from shuffle.statestore.server import lane_server
+from shuffle.statestore.server.daemon import StoreDaemon
 from shuffle.vital_threads import start_vital
 from tests.daemons import StoreProcess, environment, wait_until
 
@@ -71,14 +74,16 @@ def last_line(text: str) -> str:
 @pytest.mark.parametrize(
     ("thread", "place"),
     [
-        ("store-lane", "shuffle.statestore.lane:Lane._sweep"),
-        ("store-writer", "shuffle.statestore.local:LocalStore._collect_garbage"),
-        ("session-reaper", "shuffle.statestore.sessions:Sessions.expire"),
+        ("store-lane", "shuffle.statestore.server.lane_server:Lane._sweep"),
+        ("store-writer", "shuffle.statestore.local.local:LocalStore._collect_garbage"),
+        ("session-reaper", "shuffle.statestore.engine.sessions:Sessions.expire"),
     ],
 )
 def test_store_without_one_of_its_threads_ends_with_an_error(tmp_path: Path, thread: str, place: str) -> None:
     path = str(tmp_path / "state")
-    ended = run_deadly(place, "shuffle.statestore.daemon", "--path", path, "--listen", "127.0.0.1:0", folder=tmp_path)
+    ended = run_deadly(
+        place, "shuffle.statestore.server.daemon", "--path", path, "--listen", "127.0.0.1:0", folder=tmp_path
+    )
     assert ended.returncode == 1
     assert last_line(ended.stderr).startswith(f"error: the thread {thread} has died of RuntimeError: killed by a test")
 
@@ -136,7 +141,7 @@ def test_health_is_turned_off_before_anybody_is_told(tmp_path: Path, monkeypatch
         assert health_of(daemon) == health_pb2.HealthCheckResponse.SERVING
         with StateClient.connect(daemon.address) as client:
             client.create_queue("q", schema=NUMBERS, partitions=1)
-            monkeypatch.setattr(lane.Lane, "_sweep", raising)
+            monkeypatch.setattr(lane_server.Lane, "_sweep", raising)
             wait_until(lambda: bool(seen), "the daemon is told")
             [(error, health)] = seen
             assert isinstance(error, ThreadDied)
@@ -182,7 +187,7 @@ def test_embedded_store_without_its_writer_says_so_at_every_call(
 @pytest.mark.parametrize(
     ("thread", "place", "method"),
     [
-        ("store-deadlines", streams.StreamPool, "_watch"),
+        ("store-deadlines", flight_client.StreamPool, "_watch"),
         ("store-session", remote.RemoteStore, "_renew_session"),
     ],
 )

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from shuffle.errors import TooLarge
 from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
-from shuffle.statestore.buffers import listed, prefixed
-from shuffle.statestore.few import FEW_ROWS, FewKeys, FewValues
-from shuffle.statestore.keys import KeyCodec
-from shuffle.statestore.schema import TableSchema
-from shuffle.statestore.table import Table
-from shuffle.statestore.values import RowCodec
+from shuffle.statestore.codec.arrow_bytes import listed, prefixed
+from shuffle.statestore.codec.keys import KeyCodec
+from shuffle.statestore.codec.schema import TableSchema
+from shuffle.statestore.codec.small_batch import FEW_ROWS, FewKeys, FewValues
+from shuffle.statestore.codec.sorted_table import Table
+from shuffle.statestore.codec.values import RowCodec
 from tests.property.test_key_order import KINDS as KEY_KINDS
 from tests.property.test_row_codec import KINDS as VALUE_KINDS
 

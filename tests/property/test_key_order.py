@@ -11,7 +11,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shuffle.statestore.keys import KeyCodec
+from shuffle.statestore.codec.keys import KeyCodec
 
 # Few letters, so that prefixes, zero bytes and near equal strings really come up.
 TEXT = st.text(st.sampled_from("\0\x01ab\x7f\xff߿ࠀ￿\U00010000\U0010ffff"), max_size=5) | st.text(

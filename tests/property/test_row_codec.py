@@ -9,7 +9,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shuffle.statestore.values import RowCodec
+from shuffle.statestore.codec.values import RowCodec
 
 KINDS: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
     *((getattr(pa, f"int{bits}")(), st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)) for bits in (8, 16, 32, 64)),

@@ -10,13 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shuffle.errors import BadInput, CorruptData
-from shuffle.statestore.buffers import fits_precision, prefixed
-from shuffle.statestore.catalogue import TableEntry
-from shuffle.statestore.few import FewKeys, FewValues
-from shuffle.statestore.keys import KeyCodec
+from shuffle.statestore.codec.arrow_bytes import fits_precision, prefixed
+from shuffle.statestore.codec.keys import KeyCodec
+from shuffle.statestore.codec.schema import TableSchema
+from shuffle.statestore.codec.small_batch import FewKeys, FewValues
+from shuffle.statestore.codec.values import RowCodec
+from shuffle.statestore.engine.catalogue import TableEntry
 from shuffle.statestore.request import TableWrite
-from shuffle.statestore.schema import TableSchema
-from shuffle.statestore.values import RowCodec
 from tests.property.test_few_rows import KEY_KINDS, VALUE_KINDS, batches
 
 PREFIX = b"tab"

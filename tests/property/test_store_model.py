@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shuffle.errors import CommitConflict, ConstraintViolated, Expired, OutOfRange, SequenceError
-from shuffle.statestore import StateClient, ordered_table
-from shuffle.statestore.ordered_table import PRODUCER_SEQUENCES_MAX
+from shuffle.statestore import StateClient
+from shuffle.statestore.engine import ordered_table
+from shuffle.statestore.engine.ordered_table import PRODUCER_SEQUENCES_MAX
 
 PARTITIONS = 2
 SEGMENT_BYTES = 1_200

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pyarrow as pa
 
 from shuffle.errors import CommitConflict, CommitUnknown, ShuffleError, StoreError
-from shuffle.statestore.client import StateClient
+from shuffle.statestore.client.client import StateClient
 from tests.sim import kernel
 from tests.sim.checkers import Checkers
 from tests.sim.kernel import Process, World

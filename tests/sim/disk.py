@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from shuffle.errors import CorruptData, DiskFull, StoreError
-from shuffle.statestore.engine import VERSION_KEY
+from shuffle.statestore.engine.engine import VERSION_KEY
 
 Batch = list[tuple[bytes, bytes | None]]
 

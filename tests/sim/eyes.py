@@ -23,8 +23,8 @@ from shuffle.mapper.serve import SharedCore
 from shuffle.reducer.core import ReducerCore
 from shuffle.reducer.pipeline import Pipeline
 from shuffle.reducer.reduce import ReduceStage
-from shuffle.statestore.engine import Engine
-from shuffle.statestore.leases import LeaseTable
+from shuffle.statestore.engine.engine import Engine
+from shuffle.statestore.engine.leases import LeaseTable
 from tests.sim import kernel
 
 After = Callable[[Callable[[str], None], Any, tuple[Any, ...], Any, BaseException | None], None]

@@ -10,7 +10,7 @@ from shuffle.mapper.spill_store import SPILLS_KEY, SPILLS_VALUE
 from shuffle.mapper.state import MAPPERS_KEY, MAPPERS_VALUE
 from shuffle.poison import DEAD_LETTER_SCHEMA
 from shuffle.reducer.state import REDUCERS_KEY, REDUCERS_VALUE
-from shuffle.statestore.client import StateClient
+from shuffle.statestore.client.client import StateClient
 from tests.sim import kernel
 from tests.sim.disk import Disk
 from tests.sim.kernel import Process, World

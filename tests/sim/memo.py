@@ -15,11 +15,11 @@ import pyarrow as pa
 import shuffle.mapper.ingest
 import shuffle.mapper.state
 import shuffle.mapper.trim
-import shuffle.statestore.client
+import shuffle.statestore.client.client
 from shuffle.reducer.state import ReducerState
-from shuffle.statestore.catalogue import QueueEntry, TableEntry
-from shuffle.statestore.schema import QueueSchema, TableSchema
-from shuffle.statestore.table import Table
+from shuffle.statestore.codec.schema import QueueSchema, TableSchema
+from shuffle.statestore.codec.sorted_table import Table
+from shuffle.statestore.engine.catalogue import QueueEntry, TableEntry
 
 ENTRIES_MAX = 20_000
 """Then everything is forgotten but the tables themselves."""
@@ -73,7 +73,7 @@ def _remember_schemas() -> None:
         entry.of = staticmethod(  # type: ignore[method-assign]
             lambda schema, make=make: _of_schema(make, schema)
         )
-    client: Any = shuffle.statestore.client
+    client: Any = shuffle.statestore.client.client
     client.Table = lambda schema: _of_schema(Table, schema)
 
 

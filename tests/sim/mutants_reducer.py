@@ -19,8 +19,8 @@ from shuffle.reducer.known import KnowingTransaction as _KnowingTransaction
 from shuffle.reducer.known import KnownRows as _KnownRows
 from shuffle.reducer.reduce import ReduceStage as _Stage
 from shuffle.reducer.state import ReducerState as _ReducerState
-from shuffle.statestore.buffers import listed as _listed
-from shuffle.statestore.transaction import Transaction as _Transaction
+from shuffle.statestore.client.transaction import Transaction as _Transaction
+from shuffle.statestore.codec.arrow_bytes import listed as _listed
 
 
 def no_compare_at_commit(patch: Any) -> None:

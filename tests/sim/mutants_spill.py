@@ -14,7 +14,7 @@ from shuffle.mapper.spilling import Spilling as _Spilling
 from shuffle.mapper.state import mappers_table as _mappers_table
 from shuffle.mapper.state import state_rows as _state_rows
 from shuffle.mapper.trim import Trimmer as _Trimmer
-from shuffle.statestore.transaction import Transaction as _Transaction
+from shuffle.statestore.client.transaction import Transaction as _Transaction
 
 
 def spill_in_a_transaction_of_its_own(patch: Any) -> None:

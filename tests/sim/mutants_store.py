@@ -6,12 +6,12 @@ import contextlib
 from typing import Any
 
 from shuffle.errors import ShuffleError as _ShuffleError
-from shuffle.statestore.engine import Engine as _Engine
-from shuffle.statestore.local import LocalStore as _LocalStore
-from shuffle.statestore.ordered_table import Partition as _Partition
-from shuffle.statestore.ordered_table import PartitionPlan as _Plan
-from shuffle.statestore.sessions import Sessions as _Sessions
-from shuffle.statestore.validation import ConflictHistory as _History
+from shuffle.statestore.engine.conflicts import ConflictHistory as _History
+from shuffle.statestore.engine.engine import Engine as _Engine
+from shuffle.statestore.engine.ordered_table import Partition as _Partition
+from shuffle.statestore.engine.ordered_table import PartitionPlan as _Plan
+from shuffle.statestore.engine.sessions import Sessions as _Sessions
+from shuffle.statestore.local.local import LocalStore as _LocalStore
 
 
 class _Lazy:

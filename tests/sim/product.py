@@ -28,9 +28,9 @@ MODULES = (
     "shuffle.mapper.daemon",
     "shuffle.mapper.folder",
     "shuffle.reducer.daemon",
-    "shuffle.statestore.client",
-    "shuffle.statestore.local",
-    "shuffle.statestore.held",
+    "shuffle.statestore.client.client",
+    "shuffle.statestore.local.local",
+    "shuffle.statestore.server.session_registry",
 )
 
 _installed = False
@@ -61,7 +61,7 @@ class NoMetrics:
 
 def is_product(name: str) -> bool:
     # The generated messages register themselves in a pool of the process, once.
-    return name.partition(".")[0] == "shuffle" and not name.startswith("shuffle.statestore.proto")
+    return name.partition(".")[0] == "shuffle" and not name.startswith("shuffle.statestore.wire.proto")
 
 
 def install() -> None:

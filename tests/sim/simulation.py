@@ -13,7 +13,7 @@ import shuffle.reducer.daemon
 from shuffle.errors import CommitUnknown, StoreError, UserCodeError
 from shuffle.ids import MapperIndex
 from shuffle.mapper.reader import QueueReader
-from shuffle.statestore.client import StateClient
+from shuffle.statestore.client.client import StateClient
 from tests.sim import checkers, eyes, faults, flight, kernel, shims
 from tests.sim.clients import Producer, SnapshotReader
 from tests.sim.job import batch_bytes_max, job_spec, prepared_disk

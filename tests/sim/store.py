@@ -13,13 +13,13 @@ from typing import Any
 
 import pyarrow as pa
 
-import shuffle.statestore.local
-import shuffle.statestore.opening
+import shuffle.statestore.local.local
+import shuffle.statestore.local.opening
 from shuffle.errors import CommitConflict, CommitUnknown, Expired, ShuffleError, StoreUnavailable
-from shuffle.statestore.buffers import Binary
-from shuffle.statestore.held import Held
-from shuffle.statestore.leases import Member
+from shuffle.statestore.codec.arrow_bytes import Binary
+from shuffle.statestore.engine.leases import Member
 from shuffle.statestore.request import CatalogueChange, CommitRequest, Committed
+from shuffle.statestore.server.session_registry import Held
 from shuffle.statestore.store import Moment, QueueRead
 from tests.sim import kernel
 from tests.sim.disk import Disk, SimKeys, SimMarker, SimSegments, sim_folder
@@ -30,7 +30,7 @@ ADDRESS = "grpc://store:1"
 TIMEOUT_S = 1.0
 SESSION_TTL_MS = 1_800
 
-Service = tuple[shuffle.statestore.local.LocalStore, Held]
+Service = tuple[shuffle.statestore.local.local.LocalStore, Held]
 
 
 class StoreHost:
@@ -41,7 +41,7 @@ class StoreHost:
         self.network = network
         self.disk = disk
         self.process: Process | None = None
-        self.store: shuffle.statestore.local.LocalStore | None = None
+        self.store: shuffle.statestore.local.local.LocalStore | None = None
         self.on_commit: Callable[[CommitRequest, Committed], None] = lambda request, committed: None
         self.wall_offset_us = 0
         self.starts = 0
@@ -64,14 +64,14 @@ class StoreHost:
         self.disk.wait = lambda us: kernel.park(us / kernel.US_PER_S) if self.world.current is not None else None
 
     def _main(self, process: Process) -> None:
-        local: Any = shuffle.statestore.local
-        opening: Any = shuffle.statestore.opening
+        local: Any = shuffle.statestore.local.local
+        opening: Any = shuffle.statestore.local.opening
         local.StoreFolder = sim_folder
         opening.open_database = lambda folder: (SimKeys(self.disk), SimMarker(self.disk))
         segments = SimSegments(self.disk, lambda: self.world.now_us // 1000)
         opening.SegmentDisk = lambda folder: segments
         local.map_range = segments.map_range
-        self.store = store = shuffle.statestore.local.LocalStore("sim")
+        self.store = store = shuffle.statestore.local.local.LocalStore("sim")
         held = Held(store)
         self.network.listen(ADDRESS, process, (store, held))
         while store.failure is None:

@@ -11,8 +11,9 @@ import pyarrow as pa
 import pytest
 
 from shuffle.errors import BadInput, StoreUnavailable, UnknownTable
-from shuffle.statestore import StateClient, admin
-from shuffle.statestore.admin_text import TextRows, json_rows, parse_bound
+from shuffle.statestore import StateClient
+from shuffle.statestore.admin import commands
+from shuffle.statestore.admin.text import TextRows, json_rows, parse_bound
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +42,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def state(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     parser = argparse.ArgumentParser()
-    admin.add_parsers(parser)
-    assert admin.run(parser.parse_args(arguments)) == 0
+    commands.add_parsers(parser)
+    assert commands.run(parser.parse_args(arguments)) == 0
     return capsys.readouterr().out
 
 

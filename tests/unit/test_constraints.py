@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from shuffle.errors import BadInput, ConstraintViolated
-from shuffle.statestore.check_parser import EXPRESSION_CHARS_MAX
-from shuffle.statestore.constraints import Constraint
+from shuffle.statestore.codec.check_parser import EXPRESSION_CHARS_MAX
+from shuffle.statestore.codec.constraints import Constraint
 
 SCHEMA = pa.schema(
     [

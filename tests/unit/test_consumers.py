@@ -15,8 +15,9 @@ from shuffle.errors import BadInput, OutOfRange, SpecError
 from shuffle.ids import InputIndex, MapperIndex, ShuffleIndex
 from shuffle.mapper.reader import encode_position
 from shuffle.mapper.state import MapperState, mappers_table, state_rows
-from shuffle.statestore import StateClient, admin
-from shuffle.statestore.consumers import queue_consumers
+from shuffle.statestore import StateClient
+from shuffle.statestore.admin import commands
+from shuffle.statestore.client.queue_consumers import queue_consumers
 
 LOGS = pa.schema([("user", pa.string())])
 JOB = """
@@ -146,8 +147,8 @@ def test_start_is_for_queues(tmp_path: Path) -> None:
 
 def state(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     parser = argparse.ArgumentParser()
-    admin.add_parsers(parser)
-    assert admin.run(parser.parse_args(arguments)) == 0
+    commands.add_parsers(parser)
+    assert commands.run(parser.parse_args(arguments)) == 0
     return capsys.readouterr().out
 
 
@@ -172,7 +173,7 @@ def test_consumer_that_runs_is_not_released(
     check_against_store(spec_of(tmp_path, "first"), client)
     client.leases.register("first/mappers", "guid", {}, ttl_ms=60_000)
     with pytest.raises(BadInput, match="'first' is running"):
-        admin._release(client, argparse.Namespace(queue="logs", json=False))
+        commands._release(client, argparse.Namespace(queue="logs", json=False))
     assert queue_consumers(client) == {"logs": "first"}
 
 

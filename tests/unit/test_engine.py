@@ -18,8 +18,11 @@ from shuffle.errors import (
     TooLarge,
     UnknownTable,
 )
-from shuffle.statestore import engine as engine_module
-from shuffle.statestore.engine import Engine
+from shuffle.statestore.codec.schema import TableSchema
+from shuffle.statestore.codec.sorted_table import Table
+from shuffle.statestore.engine import engine as engine_module
+from shuffle.statestore.engine.conflicts import KeyRange
+from shuffle.statestore.engine.engine import Engine
 from shuffle.statestore.request import (
     Append,
     CommitRequest,
@@ -32,9 +35,6 @@ from shuffle.statestore.request import (
     TableWrite,
     Trim,
 )
-from shuffle.statestore.schema import TableSchema
-from shuffle.statestore.table import Table
-from shuffle.statestore.validation import KeyRange
 from tests.engine_store import NUMBERS, Store, append, key, payload, write
 
 
@@ -198,11 +198,11 @@ def test_commits_that_make_no_sense_are_refused_each_for_itself(opened: Callable
 def test_sizes_are_bounded(opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened()
     table, queue_id = store.create()
-    monkeypatch.setattr("shuffle.statestore.segment.BATCH_BYTES_MAX", 100)
+    monkeypatch.setattr("shuffle.statestore.engine.segment.BATCH_BYTES_MAX", 100)
     with pytest.raises(TooLarge) as caught:
         store.commit(append(queue_id, 0, *range(50)))
     assert (caught.value.queue, caught.value.limit) == ("q", 100)
-    monkeypatch.setattr("shuffle.statestore.catalogue.VALUE_BYTES_MAX", 2)
+    monkeypatch.setattr("shuffle.statestore.engine.catalogue.VALUE_BYTES_MAX", 2)
     with pytest.raises(TooLarge, match="'t'"):
         store.commit(CommitRequest(writes=[write(table, {1: 1})]))
     monkeypatch.setattr(engine_module, "TRANSACTION_ROWS_MAX", 1)

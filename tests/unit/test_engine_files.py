@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from shuffle.errors import BadInput, CorruptData, DiskFull, Expired, TooLarge
-from shuffle.statestore import disk, ordered_table, staged
+from shuffle.statestore.codec.schema import QueueSchema
+from shuffle.statestore.engine import ordered_table, staged
+from shuffle.statestore.engine.staged import STAGED_TTL_MS_MAX
 from shuffle.statestore.request import Append, CommitRequest, Committed, CreateQueue, Publish, Trim
-from shuffle.statestore.schema import QueueSchema
-from shuffle.statestore.staged import STAGED_TTL_MS_MAX
 from tests.engine_store import NUMBERS, Store, append, payload, write
 
 
@@ -133,7 +133,7 @@ def test_staged_rows_are_bounded_in_number_in_bytes_and_in_time(
 def test_many_partitions_do_not_keep_their_files_open(
     opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "OPEN_FILES_MAX", 3)
+    monkeypatch.setattr(segment_files, "OPEN_FILES_MAX", 3)
     store = opened()
     store.commit(CommitRequest(catalogue=CreateQueue(QueueSchema("wide", NUMBERS, 20))))
     [queue_id] = [queue_id for queue_id, entry in store.engine.catalogue.queues.items() if entry.schema.name == "wide"]

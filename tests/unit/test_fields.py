@@ -18,8 +18,8 @@ from shuffle.ids import Guid, ReducerIndex, ShuffleIndex
 from shuffle.limits import TICKET_BYTES_MAX
 from shuffle.messages import BatchTail, GetRows, SharedRows
 from shuffle.shared_memory import Note
-from shuffle.statestore.operations import ANSWERS, CONTROL, OPERATIONS, SECTIONS, check_answer, check_question
-from shuffle.statestore.proto import control_pb2 as pb
+from shuffle.statestore.wire.operations import ANSWERS, CONTROL, OPERATIONS, SECTIONS, check_answer, check_question
+from shuffle.statestore.wire.proto import control_pb2 as pb
 
 FIELDS = (
     number("n", 9, low=-1),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from shuffle.statestore.lane_frames import decode_frame, encode_frame
+from shuffle.statestore.wire.lane_frames import decode_frame, encode_frame
 from tests.fuzz import arrow, children, mutate, oracles, plan
 from tests.fuzz.__main__ import parser
 from tests.fuzz.children import ChildTarget
@@ -97,7 +97,7 @@ def test_every_target_has_its_share_and_a_number_has_one_target() -> None:
     [
         b"oh. Detail: Python exception: Traceback (most recent call last):\n",
         b'  File "/opt/x/statestore/lane.py", line 7',
-        b"at statestore/lane.py:17",
+        b"at statestore/server/lane_server.py:17",
         b"a row: " + oracles.SECRET + b"17",
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from shuffle.errors import BadInput, CorruptData, NullKey, SchemaMismatch, TooLarge
 from shuffle.limits import KEY_BYTES_MAX
-from shuffle.statestore.keys import KeyCodec, bytes_after
+from shuffle.statestore.codec.keys import KeyCodec, bytes_after
 
 SI = pa.schema([("name", pa.string()), ("number", pa.int16())])
 IS = pa.schema([("number", pa.int16()), ("name", pa.string())])

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shuffle.errors import BadInput, Expired, TooLarge
-from shuffle.statestore import leases as leases_module
-from shuffle.statestore.leases import ATTRIBUTES_BYTES_MAX, TTL_MS_MAX, TTL_MS_MIN, LeaseTable, Member
+from shuffle.statestore.engine import leases as leases_module
+from shuffle.statestore.engine.leases import ATTRIBUTES_BYTES_MAX, TTL_MS_MAX, TTL_MS_MIN, LeaseTable, Member
 
 
 def names(table: LeaseTable, group: str, now_ms: int) -> list[str]:

@@ -13,13 +13,14 @@ import pyarrow as pa
 import pytest
 
 from shuffle.errors import CorruptData, FormatTooNew, StoreError, StoreNotWritable
-from shuffle.statestore import StateClient, admin
-from shuffle.statestore.engine import STORE_ID_KEY
-from shuffle.statestore.folder import FORMAT
-from shuffle.statestore.local import LocalStore
-from shuffle.statestore.marker import FILE as MARKER
-from shuffle.statestore.marker import Marker
-from shuffle.statestore.rocks import Rocks
+from shuffle.statestore import StateClient
+from shuffle.statestore.admin import commands
+from shuffle.statestore.engine.engine import STORE_ID_KEY
+from shuffle.statestore.local.local import LocalStore
+from shuffle.statestore.local.marker import FILE as MARKER
+from shuffle.statestore.local.marker import Marker
+from shuffle.statestore.local.rocks import Rocks
+from shuffle.statestore.local.store_folder import FORMAT
 from tests.daemons import wait_until
 
 NUMBERS = pa.schema([("n", pa.int64())])
@@ -396,7 +397,7 @@ def test_store_of_another_user_is_refused_in_one_line(state: Path) -> None:
     LocalStore(state).close()
     os.seteuid(65534)
     try:
-        for attempt in (StateClient.open, admin.open_store):
+        for attempt in (StateClient.open, commands.open_store):
             with pytest.raises(StoreNotWritable, match="Permission denied"):
                 attempt(str(state))
     finally:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from shuffle.errors import OutOfRange, SequenceError
-from shuffle.statestore import ordered_table
-from shuffle.statestore.ordered_table import (
+from shuffle.statestore.engine import ordered_table
+from shuffle.statestore.engine.ordered_table import (
     PRODUCER_SEQUENCES_MAX,
     Partition,
     PartitionPlan,
     partition_prefix,
     queue_prefix,
 )
-from shuffle.statestore.segment import RecordIndex
+from shuffle.statestore.engine.segment import RecordIndex
 
 HEADER_BYTES = 64
 RECORD_BYTES = 100

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from shuffle.errors import OutOfRange, StoreUnavailable
-from shuffle.statestore.readahead import AHEAD_MAX, Question, ReadAhead
+from shuffle.statestore.remote.read_ahead import AHEAD_MAX, Question, ReadAhead
 from shuffle.statestore.store import QueueRead
 
 RECORD_ROWS = 10

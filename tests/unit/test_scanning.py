@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shuffle.statestore import scanning
-from shuffle.statestore.scanning import Chunk, FetchChunk, overlaid, scan_chunks, split_ranges
-from shuffle.statestore.validation import KeyRange
+from shuffle.statestore.client import scan
+from shuffle.statestore.client.scan import Chunk, FetchChunk, overlaid, scan_chunks, split_ranges
+from shuffle.statestore.engine.conflicts import KeyRange
 
 KEYS = st.binary(max_size=2)
 
@@ -43,7 +43,7 @@ def test_first_chunk_is_small_and_no_chunk_exceeds_the_limit(reverse: bool) -> N
     asked: list[int] = []
     pairs, _ = scanned(fetch_from(stored, reverse, asked), KeyRange(b"", None), 18_000, reverse)
     assert [key for key, _ in pairs] == sorted(stored, reverse=reverse)[:18_000]
-    assert asked == [scanning.FIRST_SCAN_ROWS, scanning.SCAN_ROWS_MAX, 18_000 - 1_024 - 16_384]
+    assert asked == [scan.FIRST_SCAN_ROWS, scan.SCAN_ROWS_MAX, 18_000 - 1_024 - 16_384]
 
 
 def test_limit_of_nothing_asks_nothing() -> None:
@@ -71,8 +71,8 @@ def test_own_writes_lie_over_what_is_stored(
     chunk: int,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scanning, "FIRST_SCAN_ROWS", chunk)
-        patch.setattr(scanning, "SCAN_ROWS_MAX", chunk + 1)
+        patch.setattr(scan, "FIRST_SCAN_ROWS", chunk)
+        patch.setattr(scan, "SCAN_ROWS_MAX", chunk + 1)
         fetch = overlaid(fetch_from(stored, reverse), written, reverse) if written else fetch_from(stored, reverse)
         pairs, seen = scanned(fetch, KeyRange(begin, end), limit, reverse)
     both = {**stored, **written}

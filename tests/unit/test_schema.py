@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from shuffle.errors import BadInput, CorruptData, NullKey, SchemaMismatch, ShuffleError, TooLarge
-from shuffle.statestore.schema import COLUMNS_MAX, PARTITIONS_MAX, QueueSchema, TableSchema, conform
+from shuffle.statestore.codec.schema import COLUMNS_MAX, PARTITIONS_MAX, QueueSchema, TableSchema, conform
 
 KEY = pa.schema([("user", pa.string()), ("day", pa.date32())])
 VALUE = pa.schema(

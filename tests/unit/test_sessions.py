@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shuffle.errors import BadInput, Expired, TooLarge
-from shuffle.statestore import sessions as sessions_module
-from shuffle.statestore.sessions import SESSION_TTL_MS_MAX, Sessions
+from shuffle.statestore.engine import sessions as sessions_module
+from shuffle.statestore.engine.sessions import SESSION_TTL_MS_MAX, Sessions
 from shuffle.statestore.store import Moment
 
 

@@ -11,8 +11,11 @@ import pyarrow as pa
 import pytest
 
 from shuffle.errors import CommitConflict, DiskFull, StoreError
-from shuffle.statestore.disk import SegmentDisk
-from shuffle.statestore.engine import Engine
+from shuffle.statestore.codec.schema import QueueSchema, TableSchema
+from shuffle.statestore.codec.sorted_table import Table
+from shuffle.statestore.engine.engine import Engine
+from shuffle.statestore.local.rocks import Rocks
+from shuffle.statestore.local.segment_files import SegmentDisk
 from shuffle.statestore.request import (
     Append,
     CommitRequest,
@@ -23,9 +26,6 @@ from shuffle.statestore.request import (
     Reads,
     TableWrite,
 )
-from shuffle.statestore.rocks import Rocks
-from shuffle.statestore.schema import QueueSchema, TableSchema
-from shuffle.statestore.table import Table
 from tests.sim.disk import Disk, SimKeys, SimSegments
 
 Open = Callable[[], Any]

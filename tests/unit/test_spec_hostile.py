@@ -11,7 +11,7 @@ from shuffle import cli
 from shuffle.config import load_spec
 from shuffle.errors import BadInput, SpecError
 from shuffle.statestore import StateClient
-from shuffle.statestore.daemon import main as statestore
+from shuffle.statestore.server.daemon import main as statestore
 from shuffle.yaml_file import DEPTH_MAX, SPEC_BYTES_MAX
 
 SPEC = """\

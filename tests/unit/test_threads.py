@@ -28,19 +28,25 @@ STARTERS = {
 DECIDED: dict[tuple[str, str], tuple[int, str]] = {
     ("shuffle/vital_threads.py", "Thread"): (1, "what start_vital starts"),
     # The store.
-    ("statestore/local.py", VITAL): (1, "the writer: the store is marked failed; a daemon ends"),
-    ("statestore/headroom.py", "Thread"): (1, "tries whether threads can be had at all, and is waited for"),
-    ("statestore/lane.py", VITAL): (1, "the lane: the daemon ends"),
-    ("statestore/held.py", VITAL): (1, "the reaper of sessions: the daemon ends"),
-    ("statestore/lane.py", "ThreadPoolExecutor"): (1, "carriers: what goes wrong ends the connection it was done for"),
-    ("statestore/control.py", "ThreadPoolExecutor"): (
+    ("statestore/local/local.py", VITAL): (1, "the writer: the store is marked failed; a daemon ends"),
+    ("statestore/server/headroom.py", "Thread"): (1, "tries whether threads can be had at all, and is waited for"),
+    ("statestore/server/lane_server.py", VITAL): (1, "the lane: the daemon ends"),
+    ("statestore/server/session_registry.py", VITAL): (1, "the reaper of sessions: the daemon ends"),
+    ("statestore/server/lane_server.py", "ThreadPoolExecutor"): (
+        1,
+        "carriers: what goes wrong ends the connection it was done for",
+    ),
+    ("statestore/server/control_server.py", "ThreadPoolExecutor"): (
         2,
         "gRPC's calls and health: what goes wrong is the call's answer",
     ),
     # Its clients, in anybody's process.
-    ("statestore/remote.py", VITAL): (1, "the renewal of the session: every call of the client raises"),
-    ("statestore/streams.py", VITAL): (1, "the deadlines of streams: every call of the client raises"),
-    ("statestore/readahead.py", "ThreadPoolExecutor"): (1, "reading ahead: who needs the rows asks again, and learns"),
+    ("statestore/remote/remote.py", VITAL): (1, "the renewal of the session: every call of the client raises"),
+    ("statestore/remote/flight_client.py", VITAL): (1, "the deadlines of streams: every call of the client raises"),
+    ("statestore/remote/read_ahead.py", "ThreadPoolExecutor"): (
+        1,
+        "reading ahead: who needs the rows asks again, and learns",
+    ),
     # Mappers and reducers.
     ("mapper/daemon.py", VITAL): (2, "trim and the wait for the stop: the mapper ends"),
     ("reducer/daemon.py", VITAL): (1, "reduce and commit: the reducer ends"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shuffle.statestore.validation import ConflictHistory, KeyRange
+from shuffle.statestore.engine.conflicts import ConflictHistory, KeyRange
 
 
 def history(*commits: list[bytes], keys_max: int = 1000) -> ConflictHistory:

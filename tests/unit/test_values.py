@@ -7,7 +7,7 @@ import pytest
 
 from shuffle.errors import CorruptData, SchemaMismatch, TooLarge
 from shuffle.limits import VALUE_BYTES_MAX
-from shuffle.statestore.values import RowCodec
+from shuffle.statestore.codec.values import RowCodec
 
 MIXED = pa.schema([("s", pa.string()), ("n", pa.int16()), ("b", pa.binary()), ("f", pa.bool_())])
 

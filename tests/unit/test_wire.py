@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from shuffle.errors import BadInput, TooLarge
 from shuffle.limits import TICKET_BYTES_MAX
-from shuffle.statestore.buffers import listed
-from shuffle.statestore.lane_frames import QUESTION_BYTES_MAX, decode_frame, encode_frame, frame_bytes, is_small
+from shuffle.statestore.codec.arrow_bytes import listed
+from shuffle.statestore.engine.conflicts import KeyRange
 from shuffle.statestore.request import Append, CommitRequest, Expect, Publish, Reads, TableWrite, Trim
-from shuffle.statestore.validation import KeyRange
-from shuffle.statestore.wire import (
+from shuffle.statestore.wire.lane_frames import QUESTION_BYTES_MAX, decode_frame, encode_frame, frame_bytes, is_small
+from shuffle.statestore.wire.messages import (
     FRAME,
     Header,
     Rows,
@@ -217,7 +217,7 @@ def test_frame_of_other_columns_is_refused() -> None:
 
 
 def test_oversized_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shuffle.statestore.wire.TRANSACTION_BYTES_MAX", 100)
+    monkeypatch.setattr("shuffle.statestore.wire.messages.TRANSACTION_BYTES_MAX", 100)
     check_frame(frame(binary(b"x" * 50), None))
     with pytest.raises(TooLarge):
         check_frame(frame(binary(b"x" * 101), None))

@@ -6,9 +6,9 @@ import json
 import random
 from typing import Any, Protocol
 
-from shuffle.statestore.catalogue import table_prefix
-from shuffle.statestore.few import FewKeys, FewValues
-from shuffle.statestore.wire import Header
+from shuffle.statestore.codec.small_batch import FewKeys, FewValues
+from shuffle.statestore.engine.catalogue import table_prefix
+from shuffle.statestore.wire.messages import Header
 from tests.fuzz import arrow
 from tests.fuzz.findings import Outcome, Problem
 from tests.fuzz.world import FUZZ_PARTITIONS, FUZZ_QUEUE, KEY, VALUE, World

@@ -8,8 +8,8 @@ from typing import Any
 
 from google.protobuf import json_format, message_factory
 
-from shuffle.statestore.proto import control_pb2 as pb
-from shuffle.statestore.schema import QueueSchema, TableSchema
+from shuffle.statestore.codec.schema import QueueSchema, TableSchema
+from shuffle.statestore.wire.proto import control_pb2 as pb
 from tests.fuzz import arrow, calls
 from tests.fuzz.calls import FLIGHT, Reply
 from tests.fuzz.findings import Outcome

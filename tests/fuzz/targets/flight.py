@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from shuffle.statestore.wire import EXCHANGE, FRAME, Header, frame
+from shuffle.statestore.wire.messages import EXCHANGE, FRAME, Header, frame
 from tests.fuzz import arrow, calls
 from tests.fuzz.calls import FLIGHT, Exchange, Reply
 from tests.fuzz.findings import Outcome, Problem

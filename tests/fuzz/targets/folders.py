@@ -18,8 +18,8 @@ import pyarrow as pa
 
 from shuffle.errors import ShuffleError
 from shuffle.statestore import StateClient
-from shuffle.statestore.local import LocalStore
-from shuffle.statestore.segment import RecordIndex, decode_batch
+from shuffle.statestore.engine.segment import RecordIndex, decode_batch
+from shuffle.statestore.local.local import LocalStore
 from tests.fuzz.findings import Outcome, Problem
 from tests.fuzz.mutate import damaged
 from tests.fuzz.oracles import answer_problems

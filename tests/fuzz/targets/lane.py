@@ -11,9 +11,9 @@ import time
 from typing import Any
 
 from shuffle.errors import BadInput, TooLarge
-from shuffle.statestore.catalogue import table_prefix
-from shuffle.statestore.lane_frames import GREETING, decode_frame, encode_frame, frame_bytes, local_address
-from shuffle.statestore.wire import Header
+from shuffle.statestore.engine.catalogue import table_prefix
+from shuffle.statestore.wire.lane_frames import GREETING, decode_frame, encode_frame, frame_bytes, local_address
+from shuffle.statestore.wire.messages import Header
 from tests.fuzz import arrow, calls
 from tests.fuzz.findings import Outcome, Problem
 from tests.fuzz.mutate import INTEGERS, as_read, changed, damaged, to_json

@@ -1,0 +1,1 @@
+"""``shuffle state``: looking into a store."""

@@ -1,0 +1,1 @@
+"""What users and workers hold in their hands: clients, transactions, queues and leases."""

@@ -1,0 +1,382 @@
+"""Transactions and snapshots, as users have them.
+
+A transaction lives at the client. It reads at one moment, remembers what it read, and keeps its writes to itself; its
+own reads see them. ``commit`` sends everything at once. So an abandoned transaction costs the store nothing but the
+moment it reads at, and that is given back when the client's session ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from shuffle.errors import BadInput, TooLarge, UnknownTable
+from shuffle.fields import whole
+from shuffle.limits import BATCH_ROWS_MAX, MIB, TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
+from shuffle.statestore.client.scan import Chunk, overlaid, scan_chunks, split_ranges
+from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of, in_order, listed, no_values
+from shuffle.statestore.codec.sorted_table import Bound, Table
+from shuffle.statestore.engine.conflicts import KeyRange
+from shuffle.statestore.request import Append, CommitRequest, Committed, Expect, Publish, Reads, TableWrite, Trim
+from shuffle.statestore.store import Moment, Store
+from shuffle.statestore.wire.operations import check_section
+
+if TYPE_CHECKING:
+    from shuffle.statestore.client.client import StateClient
+
+APPEND_BYTES_MAX = 4 * MIB
+"""Rows of one append are cut into batches of about this size: what a reader maps and decodes at once."""
+
+
+class _Reads:
+    """What a snapshot and a transaction have in common: typed reads at one moment."""
+
+    def __init__(self, client: StateClient, store: Store) -> None:
+        self._client = client
+        self._store = store
+        self._moment: Moment | None = None
+
+    def lookup(self, table: str, keys: pa.Table | pa.RecordBatch) -> pa.Table:
+        """The rows with these keys: key and value columns, in the order of ``keys``; missing ones are absent."""
+        found = self._client.table_handle(table)
+        conformed, encoded = found.encode_keys(keys)
+        return found.found_rows(conformed, self._get(found, encoded))
+
+    def scan(
+        self,
+        table: str,
+        begin: Bound | None = None,
+        end: Bound | None = None,
+        prefix: Bound | None = None,
+        limit: int | None = None,
+        reverse: bool = False,
+        columns: list[str] | None = None,
+        partial: bool = False,
+    ) -> pa.RecordBatchReader:
+        """The rows of a range in the order of their keys, or backwards.
+
+        ``begin`` (inclusive) and ``end`` (exclusive) are leading key values: a mapping by name, or a sequence in order;
+        ``prefix`` is all rows with those leading values, and with ``partial`` its last value is only the beginning of a
+        string. At most ``limit`` rows come, and only ``columns`` of them if these are named.
+        """
+        found = self._client.table_handle(table)
+        wanted = found.range(begin, end, prefix, partial)
+        if limit is not None and limit < 0:
+            raise BadInput(f"limit must not be negative, not {limit}")
+        schema = found.schema.row
+        for column in columns or []:
+            if column not in schema.names:
+                raise BadInput(f"table {table!r} has no column {column!r}", table=table, column=column)
+        batches = (found.decode_rows(*chunk) for chunk in self._chunks(found, wanted, limit, reverse))
+        if columns is None:
+            return pa.RecordBatchReader.from_batches(schema, batches)
+        projected = pa.schema([schema.field(column) for column in columns])
+        return pa.RecordBatchReader.from_batches(projected, (batch.select(columns) for batch in batches))
+
+    def _get(self, table: Table, keys: Binary) -> Binary:
+        try:
+            if self._moment is not None:
+                return self._store.get(self._moment, table.table_id, keys)
+            self._moment, values = self._store.get_and_hold(table.table_id, keys)
+        except UnknownTable:
+            self._client.forget_names()
+            raise
+        return values
+
+    def _chunks(self, table: Table, wanted: KeyRange, limit: int | None, reverse: bool) -> Iterator[Chunk]:
+        return scan_chunks(lambda *args: self._fetch(table, reverse, *args), wanted, limit, reverse)
+
+    def _fetch(self, table: Table, reverse: bool, begin: bytes, end: bytes | None, rows_max: int) -> Chunk:
+        try:
+            return self._store.scan(self._opened(), table.table_id, begin, end, rows_max, reverse)
+        except UnknownTable:
+            self._client.forget_names()
+            raise
+
+    def _opened(self) -> Moment:
+        if self._moment is None:
+            self._moment = self._store.open_moment()
+        return self._moment
+
+    @property
+    def version(self) -> int:
+        """The version of the store that is read."""
+        return self._opened().version
+
+    def _release(self) -> None:
+        if self._moment is not None:
+            moment, self._moment = self._moment, None
+            self._store.release_moment(moment)
+
+    def _abandon(self) -> None:
+        """Forgotten by its user. This may run in the middle of anything, so the store is only told, not asked."""
+        if self._moment is not None:
+            self._store.abandon_moment(self._moment)
+
+
+class Snapshot(_Reads):
+    """All tables at one moment, never blocked by writers and never blocking them. Close it when done."""
+
+    def __init__(self, client: StateClient, store: Store, shared: Moment | None = None) -> None:
+        super().__init__(client, store)
+        self._closed = False
+        self._moment = self._shared = shared
+        self._opened()
+
+    def close(self) -> None:
+        """Let go of the moment, so that the store need not keep it."""
+        self._closed = True
+        if self._shared is None:
+            self._release()
+
+    def renew(self) -> None:
+        """Tell the store that a shared snapshot is still in use. One of this client alone is kept up without it."""
+        self._store.renew_moment(self._opened())
+
+    def split(self, table: str, parts: int, ranges: Sequence[KeyRange] | None = None) -> list[KeyRange]:
+        """Cuts ``ranges`` of a table (all of it) into at least ``parts`` pieces that have rows, if there are enough.
+
+        The cuts lie evenly between the first and the last key as bytes, so that the pieces are only about as even as
+        the keys are.
+        """
+        found = self._client.table_handle(table)
+        fetch = partial(self._fetch, found)
+        wanted = ranges if ranges is not None else [found.range(None, None, None)]
+        return split_ranges(lambda reverse, begin, end: fetch(reverse, begin, end, 1)[0], wanted, parts)
+
+    def scan_range(self, table: str, wanted: KeyRange) -> pa.RecordBatchReader:
+        """The rows of one piece of ``split``."""
+        found = self._client.table_handle(table)
+        batches = (found.decode_rows(*chunk) for chunk in self._chunks(found, wanted, None, False))
+        return pa.RecordBatchReader.from_batches(found.schema.row, batches)
+
+    def _opened(self) -> Moment:
+        if self._closed:
+            raise BadInput("the snapshot is closed")
+        return super()._opened()
+
+    def _get(self, table: Table, keys: Binary) -> Binary:
+        self._opened()
+        return super()._get(table, keys)
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._shared is None:  # A shared one is left to the others, however this one ends.
+            self._abandon()
+
+
+class Transaction(_Reads):
+    """Reads and writes that take effect together or not at all.
+
+    ``commit`` has three answers: it returns (committed and durable), raises ``CommitConflict`` (nothing happened, run
+    the transaction again) or ``CommitUnknown`` (the answer was lost: read the state again to learn which it was).
+    """
+
+    def __init__(self, client: StateClient, store: Store) -> None:
+        super().__init__(client, store)
+        self._request = CommitRequest()
+        self._keys_read: list[Binary] = []
+        self._ranges_read: list[KeyRange] = []
+        self._tables: dict[int, Table] = {}
+        self._own: dict[int, dict[bytes, bytes | None]] = {}
+        self._over: str | None = None
+        self.is_committed = False
+        """Whether the store has acknowledged the commit. False may also mean that its answer was lost."""
+        self._size_bytes = 0
+        self._rows = 0
+
+    # --- requiring ---
+
+    def expect(self, table: str, rows: pa.Table | pa.RecordBatch) -> None:
+        """Commit only if these very rows are in the table at that moment, before what this transaction writes.
+
+        The store compares them when it commits, so a row whose content is known need not be read to be relied on. If
+        one is another, or is not there, ``commit`` raises ``CommitConflict``.
+        """
+        self._check_open()
+        found = self._client.table_handle(table)
+        self._expect(Expect(found.table_id, *found.encode_rows(rows)), table)
+
+    def expect_absent(self, table: str, keys: pa.Table | pa.RecordBatch) -> None:
+        """Commit only if no row of the table has one of these keys at that moment."""
+        self._check_open()
+        found = self._client.table_handle(table)
+        _, encoded = found.encode_keys(keys)
+        self._expect(Expect(found.table_id, encoded, no_values(encoded)), table)
+
+    def _expect(self, expect: Expect, table: str) -> None:
+        if len(expect.keys):
+            self._grow(bytes_of(expect.keys) + bytes_of(expect.values), len(expect.keys), table)
+            self._request.expects.append(expect)
+
+    # --- writing ---
+
+    def write(self, table: str, rows: pa.Table | pa.RecordBatch) -> None:
+        """Insert rows, or replace those with the same keys."""
+        self._check_open()
+        found = self._client.table_handle(table)
+        self._tables[found.table_id] = found
+        self._add(TableWrite(found.table_id, *in_order(*found.encode_rows(rows))), table)
+
+    def delete(self, table: str, keys: pa.Table | pa.RecordBatch) -> None:
+        """Delete the rows with these keys; keys that are not there are no mistake."""
+        self._check_open()
+        found = self._client.table_handle(table)
+        self._tables[found.table_id] = found
+        _, encoded = found.encode_keys(keys)
+        self._add(TableWrite(found.table_id, encoded, no_values(encoded)), table)
+
+    def append(
+        self,
+        queue: str,
+        partition: int,
+        rows: pa.Table | pa.RecordBatch,
+        producer: str | None = None,
+        sequence: int | None = None,
+    ) -> None:
+        """Append rows to a partition of a queue. Their positions are in the answer of ``commit``."""
+        self._check_open()
+        append = self._client.queue(queue).encoded(partition, rows, producer, sequence)
+        self._grow(sum(payload.size for payload in append.payloads), 0, queue)
+        self._request.appends.append(append)
+
+    def publish(self, queue: str, partition: int, staged_id: str) -> None:
+        """Make rows visible that ``Queue.stage`` has written before."""
+        self._check_open()
+        place = self._client.queue(queue).queue_id, whole(partition)
+        check_section("publish", *place, staged_id)
+        self._request.appends.append(Publish(*place, staged_id))
+
+    def appends_to(self, queue: str) -> set[int]:
+        """The partitions of ``queue`` that this transaction appends to."""
+        queue_id = self._client.queue(queue).queue_id
+        return {append.partition for append in self._request.appends if append.queue_id == queue_id}
+
+    def trim(self, queue: str, partition: int, index: int) -> None:
+        """Give up the rows of a partition below ``index``."""
+        self._check_open()
+        place, index = (self._client.queue(queue).queue_id, whole(partition)), whole(index)
+        check_section("trim", *place, index)
+        self._request.trims.append(Trim(*place, index))
+
+    def _add(self, write: TableWrite, table: str) -> None:
+        if not len(write.keys):
+            return
+        self._grow(write.size_bytes, len(write.keys), table)
+        self._request.writes.append(write)
+        self._own.pop(write.table_id, None)
+
+    def _grow(self, size_bytes: int, rows: int, name: str) -> None:
+        self._size_bytes += size_bytes
+        self._rows += rows
+        if self._size_bytes > TRANSACTION_BYTES_MAX or self._rows > TRANSACTION_ROWS_MAX:
+            raise TooLarge(
+                f"with these rows of {name!r} the transaction has {self._rows} rows and {self._size_bytes} bytes; at "
+                f"most {TRANSACTION_ROWS_MAX} rows and {TRANSACTION_BYTES_MAX} bytes are taken: split it",
+                table=name,
+            )
+
+    # --- reading: what the store has, under what this transaction wrote ---
+
+    def _get(self, table: Table, keys: Binary) -> Binary:
+        self._check_open()
+        values = self._get_stored(table, keys)
+        own = self._own_writes(table.table_id)
+        if not own:
+            return values
+        return [own.get(key, value) for key, value in zip(listed(keys), listed(values), strict=True)]
+
+    def _get_stored(self, table: Table, keys: Binary) -> Binary:
+        values = super()._get(table, keys)
+        self._keys_read.append(keys)
+        return values
+
+    def _chunks(self, table: Table, wanted: KeyRange, limit: int | None, reverse: bool) -> Iterator[Chunk]:
+        self._check_open()
+        own = self._own_writes(table.table_id)
+
+        def fetch(begin: bytes, end: bytes | None, rows_max: int) -> Chunk:
+            return self._fetch(table, reverse, begin, end, rows_max)
+
+        merged = overlaid(fetch, own, reverse) if own else fetch
+        return scan_chunks(merged, wanted, limit, reverse, self._ranges_read.append)
+
+    def _own_writes(self, table_id: int) -> dict[bytes, bytes | None]:
+        """What this transaction wrote to a table, by key; built only when something is read after it."""
+        if table_id not in self._own:
+            own: dict[bytes, bytes | None] = {}
+            for write in self._request.writes:
+                if write.table_id == table_id:
+                    own.update(zip(listed(write.keys), listed(write.values), strict=True))
+            self._own[table_id] = own
+        return self._own[table_id]
+
+    # --- the end ---
+
+    def check(self) -> None:
+        """Raise now what the constraints of the tables would make of a commit. ``commit`` needs no such call."""
+        self._check_open()
+        for write in self._request.writes:
+            self._tables[write.table_id].check(write.values)
+
+    def commit(self) -> Committed:
+        """Make everything take effect at once; when this returns, it is durable.
+
+        Raises ``CommitConflict`` (something read has changed: nothing was written, run the transaction again),
+        ``CommitUnknown`` (the answer was lost: read the state again), or what is wrong with the rows, such as
+        ``ConstraintViolated``. Whatever happens, the transaction is over.
+        """
+        self._check_open()
+        self._over = "committed"
+        moment, self._moment = self._moment, None
+        if moment is not None:
+            self._request.reads = Reads(moment.version, self._keys_read, self._ranges_read)
+        try:
+            committed = self._store.commit(self._request, moment)
+        except UnknownTable:
+            self._client.forget_names()
+            raise
+        self.is_committed = True
+        return committed
+
+    def abort(self) -> None:
+        """Forget everything. After ``commit`` it does nothing, so a ``with`` may end with it."""
+        if self._over is None:
+            self._over = "aborted"
+        self._release()
+
+    def _check_open(self) -> None:
+        if self._over is not None:
+            raise BadInput(f"the transaction was {self._over} already; begin another one")
+
+    def __enter__(self) -> Transaction:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.abort()
+
+    def __del__(self) -> None:
+        self._abandon()
+
+
+def encoded_append(
+    queue_id: int, partition: int, batch: pa.RecordBatch, producer: str | None, sequence: int | None
+) -> Append:
+    """An append whose batches are small enough to be read one at a time."""
+    return Append(queue_id, partition, payloads(batch), producer, sequence)
+
+
+def payloads(batch: pa.RecordBatch) -> list[pa.Buffer]:
+    """``batch`` as Arrow IPC messages of at most about ``APPEND_BYTES_MAX``."""
+    pieces = -(-batch.nbytes // APPEND_BYTES_MAX) or 1
+    rows = min(-(-batch.num_rows // pieces) or 1, BATCH_ROWS_MAX)
+    return [batch.slice(begin, rows).serialize() for begin in range(0, batch.num_rows, rows)]

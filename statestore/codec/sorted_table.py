@@ -1,0 +1,85 @@
+"""A sorted table from the client's side: typed rows in, encoded keys and values out, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from shuffle.errors import BadInput
+from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
+from shuffle.statestore.codec.arrow_bytes import Binary, arrayed, longest_of, prefixed
+from shuffle.statestore.codec.keys import KeyCodec, bytes_after
+from shuffle.statestore.codec.schema import TableSchema
+from shuffle.statestore.codec.small_batch import FEW_ROWS, FewKeys, FewValues
+from shuffle.statestore.codec.values import RowCodec
+from shuffle.statestore.engine.catalogue import TableEntry, table_prefix
+from shuffle.statestore.engine.conflicts import KeyRange
+
+Bound = Mapping[str, Any] | Sequence[Any]
+
+
+class Table:
+    """The codecs of one table. Keys carry the table's prefix, so that tables lie apart in one ordered map."""
+
+    def __init__(self, schema: TableSchema) -> None:
+        self.schema = schema
+        self.table_id = schema.table_id
+        self._prefix = table_prefix(schema.table_id)
+        self._keys = KeyCodec(schema.name, schema.key)
+        self._values = RowCodec(schema.name, schema.value)
+        self._few_keys = FewKeys(schema.key)
+        self._few_values = FewValues(schema.value)
+        self._entry = TableEntry.of(schema)
+
+    def encode_keys(self, keys: pa.Table | pa.RecordBatch) -> tuple[pa.RecordBatch, Binary]:
+        conformed = self.schema.conform_keys(keys)
+        return conformed, self._encoded_keys(conformed.columns)
+
+    def encode_rows(self, rows: pa.Table | pa.RecordBatch) -> tuple[Binary, Binary]:
+        columns = self.schema.row_columns(rows)
+        width = len(self.schema.key)
+        return self._encoded_keys(columns[:width]), self._encoded_values(columns[width:], rows.num_rows)
+
+    def _encoded_keys(self, columns: list[pa.Array]) -> Binary:
+        if len(columns[0]) <= FEW_ROWS:
+            keys = self._few_keys.encode(columns, self._prefix)
+            if longest_of(keys) <= KEY_BYTES_MAX:
+                return keys
+        return prefixed(self._keys.encode_columns(columns), self._prefix)
+
+    def _encoded_values(self, columns: list[pa.Array], count: int) -> Binary:
+        if count <= FEW_ROWS:
+            values = self._few_values.encode(columns, count)
+            if longest_of(values) <= VALUE_BYTES_MAX:
+                return values
+        return self._values.encode_columns(columns, count)
+
+    def check(self, values: Binary) -> None:
+        """Raises ``ConstraintViolated`` where the store would."""
+        self._entry.check(arrayed(values))
+
+    def decode_rows(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> pa.RecordBatch:
+        arrays = [*self._keys.decode(keys, skip_bytes=len(self._prefix)), *self._values.decode(values)]
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema.row)
+
+    def found_rows(self, keys: pa.RecordBatch, values: Binary) -> pa.Table:
+        """The rows of a lookup: ``keys`` whose value is there, with it."""
+        values = arrayed(values)
+        if values.null_count:
+            present = values.is_valid()
+            keys, values = keys.filter(present), values.drop_null()
+        arrays = [*keys.columns, *self._values.decode(values)]
+        return pa.Table.from_arrays(arrays, schema=self.schema.row)
+
+    def range(self, begin: Bound | None, end: Bound | None, prefix: Bound | None, partial: bool = False) -> KeyRange:
+        """``begin`` (inclusive) and ``end`` (exclusive) are leading key values; ``prefix`` is both at once."""
+        if prefix is not None:
+            if begin is not None or end is not None:
+                raise BadInput("give either prefix, or begin and end", table=self.schema.name)
+            low, high = self._keys.prefix_range(prefix, partial=partial)
+        else:
+            low = self._keys.encode_prefix(begin) if begin is not None else b""
+            high = self._keys.encode_prefix(end) if end is not None else None
+        return KeyRange(self._prefix + low, self._prefix + high if high is not None else bytes_after(self._prefix))

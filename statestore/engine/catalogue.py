@@ -1,0 +1,273 @@
+"""Which tables and queues there are. Ids are never used twice, so a stale id is unknown, not another table."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import pyarrow as pa
+
+from shuffle.errors import BadInput, CorruptData, TableExists, TooLarge, UnknownTable
+from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
+from shuffle.statestore.codec.arrow_bytes import Binary, all_start_with, arrayed, listed, longest_of, nulls_in
+from shuffle.statestore.codec.constraints import Constraint
+from shuffle.statestore.codec.keys import KeyCodec, bytes_after
+from shuffle.statestore.codec.schema import QueueSchema, TableSchema
+from shuffle.statestore.codec.small_batch import FEW_ROWS, FewKeys, FewValues
+from shuffle.statestore.codec.values import RowCodec
+from shuffle.statestore.engine.segment import encode_file_header
+from shuffle.statestore.engine.storage import Pairs
+from shuffle.statestore.request import CatalogueChange, CreateQueue, CreateTable, TableWrite
+
+CATALOGUE_PREFIX = b"\0c"
+
+
+def table_prefix(table_id: int) -> bytes:
+    return b"t" + struct.pack(">I", table_id)
+
+
+@dataclass(slots=True)
+class TableEntry:
+    """A table, and what is needed to check rows against its constraints."""
+
+    schema: TableSchema
+    prefix: bytes
+    """Of all its keys."""
+    end: bytes
+    """The first key after them."""
+    constraints: list[Constraint]
+    keys: KeyCodec
+    codec: RowCodec
+    few_keys: FewKeys
+    few_values: FewValues
+
+    @staticmethod
+    def of(schema: TableSchema) -> TableEntry:
+        constraints = [
+            Constraint(schema.name, name, expression, schema.value) for name, expression in schema.constraints.items()
+        ]
+        prefix = table_prefix(schema.table_id)
+        return TableEntry(
+            schema,
+            prefix,
+            bytes_after(prefix) or prefix,
+            constraints,
+            KeyCodec(schema.name, schema.key),
+            RowCodec(schema.name, schema.value),
+            FewKeys(schema.key),
+            FewValues(schema.value),
+        )
+
+    def checked(self, write: TableWrite) -> Pairs:
+        """The pairs that are to be written, once they were found to be rows of this table, which is looked at once.
+
+        One row that is none would make every later scan over it fail.
+        """
+        if write.pairs is None:
+            self._check_rows(write.keys, write.values)
+            write.pairs = listed(write.keys), listed(write.values)
+        return write.pairs
+
+    def _are_right(self, keys: Binary, values: Binary) -> bool:
+        """Whether these are a few rows with nothing wrong about them; the steps after this say what is wrong."""
+        if not (isinstance(keys, list) and isinstance(values, list) and len(keys) == len(values) <= FEW_ROWS):
+            return False
+        prefix, key_bytes_max = self.prefix, KEY_BYTES_MAX + len(self.prefix)
+        for key in keys:
+            if key is None or len(key) > key_bytes_max or not key.startswith(prefix):
+                return False
+        for value in values:
+            if value is not None and len(value) > VALUE_BYTES_MAX:
+                return False
+        return self.few_keys.are_right(keys, len(prefix)) and self.few_values.are_right(values)
+
+    def _check_rows(self, keys: Binary, values: Binary) -> None:
+        if self._are_right(keys, values):
+            if self.constraints:
+                self.check(arrayed(values))
+            return
+        name = self.schema.name
+        if len(keys) != len(values):
+            raise BadInput(f"table {name!r}: {len(keys)} keys but {len(values)} values", table=name)
+        self.check_prefix(keys)
+        longest, largest = longest_of(keys), longest_of(values)
+        if longest > KEY_BYTES_MAX + len(self.prefix) or largest > VALUE_BYTES_MAX:
+            raise TooLarge(
+                f"table {name!r}: a key of {longest} or a value of {largest} bytes is over the limit of "
+                f"{KEY_BYTES_MAX} and {VALUE_BYTES_MAX} bytes",
+                table=name,
+            )
+        self._check_form(keys, values)
+        if self.constraints:
+            self.check(arrayed(values))
+
+    def _check_form(self, keys: Binary, values: Binary) -> None:
+        try:
+            self.keys.check(arrayed(keys), len(self.prefix))
+            self.codec.check(arrayed(values).drop_null() if nulls_in(values) else arrayed(values))
+        except CorruptData as error:
+            raise BadInput(f"{error.message}: not a row of this table", **error.fields) from None
+
+    def check_prefix(self, keys: Binary) -> None:
+        if not all_start_with(keys, self.prefix):
+            name = self.schema.name
+            raise BadInput(f"table {name!r}: keys that are not of this table", table=name)
+
+    def check_range(self, begin: bytes, end: bytes | None) -> None:
+        """Raises unless all keys between these two are of this table."""
+        if not begin.startswith(self.prefix) or end is None or not self.prefix <= end <= self.end:
+            name = self.schema.name
+            raise BadInput(f"table {name!r}: a range of keys that are not of this table", table=name)
+
+    def check(self, values: pa.BinaryArray) -> None:
+        """Raises ``ConstraintViolated`` for the first written row that breaks a constraint."""
+        if not self.constraints:
+            return
+        written = values.drop_null()
+        if len(written):
+            rows = pa.RecordBatch.from_arrays(self.codec.decode(written), schema=self.schema.value)
+            for constraint in self.constraints:
+                constraint.check(rows)
+
+
+@dataclass(slots=True)
+class QueueEntry:
+    schema: QueueSchema
+    header: bytes
+    not_null: list[int]
+    """The columns that must have no nulls."""
+
+    @staticmethod
+    def of(schema: QueueSchema) -> QueueEntry:
+        not_null = [index for index, column in enumerate(schema.schema) if not column.nullable]
+        return QueueEntry(schema, encode_file_header(schema.schema), not_null)
+
+
+@dataclass(slots=True)
+class Catalogue:
+    """All tables and queues, by name and by id."""
+
+    tables: dict[int, TableEntry] = field(default_factory=dict)
+    queues: dict[int, QueueEntry] = field(default_factory=dict)
+    next_id: int = 1
+
+    def load(self, rows: Iterable[tuple[bytes, bytes]]) -> None:
+        for key, value in rows:
+            kind = key[len(CATALOGUE_PREFIX) : len(CATALOGUE_PREFIX) + 1]
+            if kind == b"i":
+                self.next_id = int(value)
+            elif kind == b"t":
+                table = TableSchema.from_json(value.decode())
+                self.tables[table.table_id] = TableEntry.of(table)
+            else:
+                queue = QueueSchema.from_json(value.decode())
+                self.queues[queue.queue_id] = QueueEntry.of(queue)
+
+    def table(self, table_id: int) -> TableEntry:
+        found = self.tables.get(table_id)
+        if found is None:
+            raise UnknownTable(f"no table with the id {table_id}: it was dropped, or is of another store", id=table_id)
+        return found
+
+    def queue(self, queue_id: int) -> QueueEntry:
+        found = self.queues.get(queue_id)
+        if found is None:
+            raise UnknownTable(f"no queue with the id {queue_id}: it was dropped, or is of another store", id=queue_id)
+        return found
+
+    def table_named(self, name: str) -> TableEntry | None:
+        return next((entry for entry in self.tables.values() if entry.schema.name == name), None)
+
+    def queue_named(self, name: str) -> QueueEntry | None:
+        return next((entry for entry in self.queues.values() if entry.schema.name == name), None)
+
+    def change(self, wanted: CatalogueChange) -> CatalogueStep:
+        """What ``wanted`` comes to: nothing, when a table of the same shape is there and that is allowed."""
+        if isinstance(wanted, CreateTable):
+            return self._create_table(wanted)
+        if isinstance(wanted, CreateQueue):
+            return self._create_queue(wanted)
+        if wanted.kind == "table":
+            table = self.table_named(wanted.name)
+            if table is None:
+                raise UnknownTable(f"no table {wanted.name!r}", table=wanted.name)
+            return CatalogueStep(dropped_table=table)
+        if wanted.kind == "queue":
+            queue = self.queue_named(wanted.name)
+            if queue is None:
+                raise UnknownTable(f"no queue {wanted.name!r}", queue=wanted.name)
+            return CatalogueStep(dropped_queue=queue)
+        raise BadInput(f"cannot drop a {wanted.kind!r}, only a table or a queue")
+
+    def _create_table(self, wanted: CreateTable) -> CatalogueStep:
+        wanted.schema.validate()
+        self._check_free(wanted.schema.name, "table")
+        found = self.table_named(wanted.schema.name)
+        if found is None:
+            return CatalogueStep(table=TableEntry.of(replace(wanted.schema, table_id=self.next_id)))
+        same = replace(wanted.schema, table_id=found.schema.table_id) == found.schema
+        if wanted.if_not_exists and same:
+            return CatalogueStep()
+        raise TableExists(
+            f"table {wanted.schema.name!r} exists already" + ("" if same else ", with another schema"),
+            table=wanted.schema.name,
+        )
+
+    def _create_queue(self, wanted: CreateQueue) -> CatalogueStep:
+        wanted.schema.validate()
+        self._check_free(wanted.schema.name, "queue")
+        found = self.queue_named(wanted.schema.name)
+        if found is None:
+            return CatalogueStep(queue=QueueEntry.of(replace(wanted.schema, queue_id=self.next_id)))
+        same = replace(wanted.schema, queue_id=found.schema.queue_id) == found.schema
+        if wanted.if_not_exists and same:
+            return CatalogueStep()
+        raise TableExists(
+            f"queue {wanted.schema.name!r} exists already"
+            + ("" if same else ", with another schema or partition count"),
+            queue=wanted.schema.name,
+        )
+
+    def _check_free(self, name: str, kind: str) -> None:
+        other = self.queue_named(name) if kind == "table" else self.table_named(name)
+        if other is not None:
+            raise TableExists(f"{name!r} exists already, and is not a {kind}", table=name)
+
+
+@dataclass(slots=True)
+class CatalogueStep:
+    """A change of the catalogue that has been checked and waits to be durable."""
+
+    table: TableEntry | None = None
+    queue: QueueEntry | None = None
+    dropped_table: TableEntry | None = None
+    dropped_queue: QueueEntry | None = None
+
+    def rows(self, next_id: int) -> list[tuple[bytes, bytes | None]]:
+        pairs: list[tuple[bytes, bytes | None]] = []
+        if self.table is not None:
+            schema = self.table.schema
+            pairs.append((CATALOGUE_PREFIX + b"t" + schema.name.encode(), schema.to_json().encode()))
+        if self.queue is not None:
+            queue = self.queue.schema
+            pairs.append((CATALOGUE_PREFIX + b"q" + queue.name.encode(), queue.to_json().encode()))
+        if pairs:
+            pairs.append((CATALOGUE_PREFIX + b"i", b"%d" % (next_id + 1)))
+        if self.dropped_table is not None:
+            pairs.append((CATALOGUE_PREFIX + b"t" + self.dropped_table.schema.name.encode(), None))
+        if self.dropped_queue is not None:
+            pairs.append((CATALOGUE_PREFIX + b"q" + self.dropped_queue.schema.name.encode(), None))
+        return pairs
+
+    def apply(self, catalogue: Catalogue) -> None:
+        if self.table is not None:
+            catalogue.tables[self.table.schema.table_id] = self.table
+            catalogue.next_id += 1
+        if self.queue is not None:
+            catalogue.queues[self.queue.schema.queue_id] = self.queue
+            catalogue.next_id += 1
+        if self.dropped_table is not None:
+            del catalogue.tables[self.dropped_table.schema.table_id]
+        if self.dropped_queue is not None:
+            del catalogue.queues[self.dropped_queue.schema.queue_id]

@@ -1,0 +1,75 @@
+"""The segment files that are there when a store is opened: which are its own, and what becomes of the others.
+
+A file is removed only if it is certain that this store made it and that nobody can miss it. Whatever else lies among
+the segments may be all that is left of something, and is set aside.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from shuffle.statestore.engine.catalogue import Catalogue
+from shuffle.statestore.engine.commit_group import GROUP_COMMITS_MAX
+from shuffle.statestore.engine.ordered_table import Partition
+from shuffle.statestore.engine.staged import StagedFiles
+from shuffle.statestore.engine.storage import Segments
+
+_SEGMENT = re.compile(r"q(\d+)-p(\d+)-(\d+)-(\d+)\.seg")
+_STAGED = re.compile(r"staged-(\d+)-[0-9a-f]+-\d+\.seg")
+
+
+def segment_name(queue_id: int, partition: int, row: int, version: int) -> str:
+    """The file of rows from ``row`` on, begun by a group of which ``version`` is the first commit."""
+    return f"q{queue_id}-p{partition}-{row}-{version}.seg"
+
+
+def clean_files(
+    segments: Segments,
+    staged: StagedFiles,
+    version: int,
+    catalogue: Catalogue,
+    partitions: Mapping[tuple[int, int], Partition],
+    now_ms: int,
+) -> list[str]:
+    """Cut torn tails, keep what is staged, remove what is known to be done with; returns what was set aside."""
+    committed = {
+        segment.name: segment.size_bytes for partition in partitions.values() for segment in partition.segments
+    }
+    unknown = []
+    for name in list(segments.names()):
+        if name in committed:
+            if segments.size(name) > committed[name]:
+                segments.truncate(name, committed[name])
+            segments.close_file(name)
+        elif staged.found(name, now_ms):
+            continue
+        elif is_done_with(name, version, catalogue, partitions):
+            segments.remove(name)
+        else:
+            segments.set_aside(name)
+            unknown.append(name)
+    return unknown
+
+
+def is_done_with(
+    name: str, version: int, catalogue: Catalogue, partitions: Mapping[tuple[int, int], Partition]
+) -> bool:
+    """Whether an unused file may be removed, in a store that was opened at ``version``."""
+    staged = _STAGED.fullmatch(name)
+    if staged is not None:
+        # Its time is over, or it was cut off while it was written; but only a queue of ours has staged files of ours.
+        return int(staged.group(1)) < catalogue.next_id
+    segment = _SEGMENT.fullmatch(name)
+    if segment is None:
+        return False
+    queue_id, index, row, begun = map(int, segment.groups())
+    if queue_id not in catalogue.queues:
+        return queue_id < catalogue.next_id and queue_id not in catalogue.tables  # The queue was dropped.
+    partition = partitions.get((queue_id, index))
+    if partition is None:
+        return False
+    if begun <= version:
+        return row < partition.begin  # Its rows were trimmed.
+    # Its group was not finished. Only the last group can have been left like that, and it appends at the end.
+    return row >= partition.end and begun <= version + GROUP_COMMITS_MAX

@@ -1,0 +1,153 @@
+"""Staged appends: rows written ahead of time under an id, waiting for the transaction that makes them visible.
+
+Each is a segment file of its own, so that publishing one adopts the file and writes nothing again. The name of the file
+says which queue it is for and how long it may wait; after that it is garbage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from shuffle.errors import BadInput, CorruptData, DiskFull, Expired, TooLarge
+from shuffle.statestore.engine.segment import RecordIndex, decode_head, encode_record
+from shuffle.statestore.engine.storage import Segments
+
+STAGED_TTL_MS_DEFAULT = 3_600_000
+"""How long staged rows wait to be published: long enough for a failed driver to be restarted by hand."""
+
+STAGED_TTL_MS_MAX = 7 * 24 * 3_600_000
+"""A week: rows that nobody has published by then are nobody's."""
+
+STAGED_MAX = 20_000
+"""Staged appends that wait at once. Each is a file; a batch of 300 GB written by Spark has half as many."""
+
+STAGED_OF_DISK = 2
+"""And all of them together may have the free room of the disk divided by this, what they have already included."""
+
+_NAME = re.compile(r"staged-(\d+)-([0-9a-f]+)-(\d+)\.seg")
+
+
+@dataclass(slots=True)
+class StagedAppend:
+    name: str
+    queue_id: int
+    rows: int
+    size_bytes: int
+    index: RecordIndex
+    expires_ms: int
+
+
+class StagedFiles:
+    """The staged appends of a store, by id."""
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+        self._waiting: dict[str, StagedAppend] = {}
+        self._taken: dict[str, StagedAppend] = {}
+
+    def add(
+        self,
+        staged_id: str,
+        queue_id: int,
+        header: bytes,
+        payloads: Sequence[tuple[int, pa.Buffer]],
+        ttl_ms: int,
+        now_ms: int,
+    ) -> None:
+        """Write and sync the rows under ``staged_id``. ``payloads`` are (rows, Arrow IPC message)."""
+        self._check_room(sum(payload.size for _, payload in payloads), ttl_ms)
+        name = f"staged-{queue_id}-{staged_id}-{ttl_ms}.seg"
+        index = RecordIndex(len(header))
+        rows = 0
+        parts: list[bytes | memoryview] = []
+        for count, payload in payloads:
+            record = encode_record(rows, count, payload)
+            parts.extend(record)
+            index.add(rows, sum(len(part) for part in record))
+            rows += count
+        try:
+            self._segments.create(name, header)
+            self._segments.append(name, len(header), parts)
+            self._segments.sync(name)
+        except BaseException:
+            self._segments.remove(name)
+            raise
+        self._segments.close_file(name)
+        self._waiting[staged_id] = StagedAppend(name, queue_id, rows, index.size_bytes, index, now_ms + ttl_ms)
+
+    def _check_room(self, size_bytes: int, ttl_ms: int) -> None:
+        if not 0 < ttl_ms <= STAGED_TTL_MS_MAX:
+            raise BadInput(f"staged rows wait 1 ms to {STAGED_TTL_MS_MAX} ms to be published, not {ttl_ms}")
+        if len(self) >= STAGED_MAX:
+            raise TooLarge(f"{STAGED_MAX} staged appends wait to be published: publish or discard some first")
+        # A copy, since rows are staged by other threads meanwhile.
+        staged_bytes = sum(staged.size_bytes for staged in list(self._waiting.values()))
+        if size_bytes + staged_bytes > (self._segments.free_bytes() + staged_bytes) // STAGED_OF_DISK:
+            raise DiskFull(
+                f"staged rows that wait to be published have {staged_bytes} bytes, and may have half of what the disk "
+                "has left: nothing was written; publish or discard some first"
+            )
+
+    def found(self, name: str, now_ms: int) -> bool:
+        """A file met when the store is opened: True when it is a staged append that may still be published."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return False
+        ttl_ms = int(match.group(3))
+        expires_ms = self._segments.modified_ms(name) + ttl_ms
+        size_bytes = self._segments.size(name)
+        if expires_ms <= now_ms:
+            return False
+        try:
+            data = memoryview(self._segments.map(name, size_bytes))
+            index = RecordIndex.load(data, size_bytes, name)
+            last = decode_head(data, index.offset(len(index) - 1), name) if len(index) else None
+        except CorruptData:
+            # Cut off while it was being written, so it was never acknowledged.
+            return False
+        rows = 0 if last is None else last.first_row + last.rows
+        staged = StagedAppend(name, int(match.group(1)), rows, size_bytes, index, min(expires_ms, now_ms + ttl_ms))
+        self._waiting[match.group(2)] = staged
+        return True
+
+    def get(self, staged_id: str, queue_id: int) -> StagedAppend:
+        found = self._waiting.get(staged_id)
+        if found is None or found.queue_id != queue_id:
+            raise Expired(
+                f"no rows are staged under {staged_id!r} for this queue: they were published already, or their time "
+                "was over",
+                staged_id=staged_id,
+            )
+        return found
+
+    def take(self, staged_id: str) -> StagedAppend:
+        """For the group being written; nobody else can publish it meanwhile."""
+        staged = self._taken[staged_id] = self._waiting.pop(staged_id)
+        return staged
+
+    def give_back(self, staged_id: str) -> None:
+        self._waiting[staged_id] = self._taken.pop(staged_id)
+
+    def forget(self, staged_id: str) -> None:
+        """It is part of its queue now."""
+        del self._taken[staged_id]
+
+    def collect(self, now_ms: int) -> list[str]:
+        """Forget what nobody published in time; returns the files to remove."""
+        # A copy, since rows are staged by other threads meanwhile.
+        waiting = list(self._waiting.items())
+        expired = [staged_id for staged_id, staged in waiting if staged.expires_ms <= now_ms]
+        return [self._waiting.pop(staged_id).name for staged_id in expired]
+
+    def expire(self, staged_id: str) -> None:
+        """Its client does not want it any more: the next ``collect`` takes it."""
+        staged = self._waiting.get(staged_id)
+        if staged is not None:
+            staged.expires_ms = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._taken)

@@ -1,0 +1,483 @@
+"""The store in this process: the engine, its one writer thread, and the readers around it.
+
+Group commit. Callers put their commit into a queue and wait. The writer takes all that are waiting, lets the engine
+prepare, persist and apply them as one group, publishes the new moment, and wakes the callers. While it syncs, the
+next group gathers. Readers see only published moments, so nobody ever sees what is not durable.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from shuffle import crash_points
+from shuffle.errors import (
+    BadInput,
+    CommitUnknown,
+    CorruptData,
+    ShuffleError,
+    StoreError,
+    StoreUnavailable,
+    ThreadDied,
+    TooLarge,
+    one_line,
+)
+from shuffle.limits import BATCH_BYTES_MAX, MIB, TRANSACTION_BYTES_MAX, WAIT_MS_MAX
+from shuffle.logs import get_logger
+from shuffle.statestore.codec.arrow_bytes import Binary, listed
+from shuffle.statestore.codec.schema import QueueSchema, TableSchema
+from shuffle.statestore.engine.catalogue import QueueEntry, TableEntry
+from shuffle.statestore.engine.commit_group import Group, Span
+from shuffle.statestore.engine.leases import Member
+from shuffle.statestore.engine.storage import KeyView
+from shuffle.statestore.local.commit_queue import Awaited, CommitQueue, Pending
+from shuffle.statestore.local.lease_service import WatchedLeases
+from shuffle.statestore.local.opening import open_parts
+from shuffle.statestore.local.read_views import Moments
+from shuffle.statestore.local.segment_files import map_range
+from shuffle.statestore.local.store_folder import StoreFolder, folder_path
+from shuffle.statestore.request import Append, CatalogueChange, CommitRequest, Committed, counted
+from shuffle.statestore.store import Moment, QueueRead
+from shuffle.vital_threads import start_vital
+
+SCAN_BYTES_MAX = 16 * MIB
+"""Bytes in one chunk of a scan."""
+
+_HOUSEKEEPING_S = 0.5
+_MARKER_SYNC_S = 1.0
+"""A power cut takes back no more of the marker than this. Each sync costs the commits behind it a few milliseconds."""
+
+_CLOSED_BEFORE = "the state store was closed before the commit was looked at"
+
+_log = get_logger("statestore")
+
+
+class LocalStore:
+    """A ``Store`` on a folder of this machine."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._folder = StoreFolder(folder_path(path))
+        try:
+            self._opened = open_parts(self._folder, _wall_ms())
+        except BaseException:
+            self._folder.close()
+            raise
+        self._rocks, self._disk = self._opened.rocks, self._opened.disk
+        self._engine, self._marker = self._opened.engine, self._opened.marker
+        self._lock = threading.Lock()
+        self._watchers: dict[tuple[int, int], dict[object, Callable[[], None]]] = {}
+        """Per partition: who wants to be told, once, that it has changed."""
+        self._moments = Moments(self._engine.version, self._rocks.view())
+        self._marker_sync_at = 0.0
+        self._leases = WatchedLeases()
+        self._groups_written = 0
+        self._commits_written = 0
+        self._failed: ShuffleError | None = None
+        self._closed = False
+        self._commits = CommitQueue()
+        self.on_failure: Callable[[ShuffleError], None] = lambda error: None
+        """Told when the store cannot be used any more. A daemon ends then; a user's own process is left alone, and
+        every call raises the error."""
+        self._writer = start_vital(self._write_groups, "store-writer", self.fail)
+
+    # --- the catalogue ---
+
+    def tables(self) -> list[TableSchema]:
+        with self._lock:
+            return [entry.schema for entry in self._engine.catalogue.tables.values()]
+
+    def queues(self) -> list[QueueSchema]:
+        with self._lock:
+            return [entry.schema for entry in self._engine.catalogue.queues.values()]
+
+    def change_catalogue(self, change: CatalogueChange) -> None:
+        self.commit(CommitRequest(catalogue=change))
+
+    # --- moments ---
+
+    def open_moment(self) -> Moment:
+        self._check_usable()
+        with self._lock:
+            return self._moments.open()
+
+    def abandon_moment(self, moment: Moment) -> None:
+        self._moments.abandon(moment)
+
+    def release_moment(self, moment: Moment) -> None:
+        with self._lock:
+            self._moments.release(moment)
+
+    def share_moment(self, ttl_ms: int) -> Moment:
+        raise BadInput(
+            "a snapshot can be shared only if a daemon serves the store: start one with `shuffle statestore`"
+        )
+
+    def renew_moment(self, moment: Moment) -> None:
+        self._view(moment)
+
+    def _view(self, moment: Moment | None) -> KeyView:
+        self._check_usable()
+        with self._lock:
+            return self._moments.view(moment)
+
+    # --- reading tables ---
+
+    def get(self, moment: Moment | None, table_id: int, keys: Binary) -> Binary:
+        self._table(table_id).check_prefix(keys)
+        values = self._view(moment).get_many(listed(keys))
+        return values if isinstance(keys, list) else pa.array(values, pa.binary())
+
+    def get_and_hold(self, table_id: int, keys: Binary) -> tuple[Moment, Binary]:
+        moment = self.open_moment()
+        try:
+            return moment, self.get(moment, table_id, keys)
+        except BaseException:
+            self.release_moment(moment)
+            raise
+
+    def scan(
+        self, moment: Moment | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
+    ) -> tuple[pa.BinaryArray, pa.BinaryArray]:
+        self._table(table_id).check_range(begin, end)
+        pairs = self._view(moment).scan(begin, end, reverse)
+        keys: list[bytes] = []
+        values: list[bytes] = []
+        size_bytes = 0
+        for key, value in pairs:
+            keys.append(key)
+            values.append(value)
+            size_bytes += len(key) + len(value)
+            if len(keys) >= rows_max or size_bytes >= SCAN_BYTES_MAX:
+                break
+        return pa.array(keys, pa.binary()), pa.array(values, pa.binary())
+
+    def _table(self, table_id: int) -> TableEntry:
+        with self._lock:
+            return self._engine.catalogue.table(table_id)
+
+    def _queue(self, queue_id: int) -> QueueEntry:
+        with self._lock:
+            return self._engine.catalogue.queue(queue_id)
+
+    # --- writing ---
+
+    def commit(self, request: CommitRequest, moment: Moment | None = None) -> Committed:
+        try:
+            return self._commit(request)
+        finally:
+            if moment is not None:
+                self.release_moment(moment)
+
+    def look_into(self, request: CommitRequest) -> None:
+        """Check all rows of a commit, in the thread of who asks for it: there is only one writer.
+
+        What rows of a table or queue look like never changes, so it need not be done again.
+        """
+        for write in request.writes:
+            self._table(write.table_id).checked(write)
+        for append in request.appends:
+            if isinstance(append, Append):
+                entry = self._queue(append.queue_id)
+                append.count_rows(entry.schema, entry.not_null)
+
+    def _commit(self, request: CommitRequest) -> Committed:
+        self.look_into(request)
+        pending = Awaited(request)
+        self.submit([pending])
+        while not pending.wait(1.0):
+            if not self._writer.is_alive():
+                raise self._failed or StoreUnavailable(_CLOSED_BEFORE)
+        assert pending.answer is not None
+        if isinstance(pending.answer, ShuffleError):
+            raise pending.answer
+        return pending.answer
+
+    def submit(self, commits: Sequence[Pending]) -> None:
+        """Hand commits to the writer, which finishes each of them when it is durable or refused."""
+        refusal = StoreUnavailable("the state store is closed") if self._closed else self._failed
+        for pending in commits:
+            if refusal is not None:
+                pending.finish(refusal)
+            else:
+                self._commits.put(pending)
+
+    def _write_groups(self) -> None:
+        housekeeping_at = time.monotonic() + _HOUSEKEEPING_S
+        while True:
+            group = self._commits.next_group(_HOUSEKEEPING_S)
+            if group is None:
+                self._commits.refuse_all(StoreUnavailable(_CLOSED_BEFORE))
+                return
+            if not group:
+                self._collect_garbage()
+                continue
+            self._groups_written += 1
+            self._commits_written += len(group)
+            try:
+                self._write_group(group)
+            except Exception as error:
+                # A mistake in the store itself: what it holds in memory may be wrong now, what is on the disk is not.
+                self._failed = StoreError(f"the state store must be restarted: {type(error).__name__}: {error}")
+                for pending in group:
+                    pending.finish(CommitUnknown(f"the commit may or may not be durable: {self._failed.message}"))
+            if time.monotonic() > housekeeping_at:
+                self._collect_garbage()
+                housekeeping_at = time.monotonic() + _HOUSEKEEPING_S
+
+    def fail(self, error: ShuffleError) -> None:
+        """A thread that this store depends on is dead: nothing is right from now on, and everybody is told so."""
+        self._failed = self._failed or error
+        self._commits.refuse_all(self._failed)
+        self.on_failure(self._failed)
+
+    def _check_usable(self) -> None:
+        if isinstance(self._failed, ThreadDied):
+            raise self._failed
+
+    def _write_group(self, waiting: list[Pending]) -> None:
+        if self._failed is not None:
+            for pending in waiting:
+                pending.finish(self._failed)
+            return
+        with self._lock:
+            self._moments.release_abandoned()
+            oldest_version = self._moments.oldest_version
+        try:
+            group = self._engine.prepare([pending.request for pending in waiting], oldest_version)
+        except Exception as error:
+            # Nothing was written, and nothing of it is in memory: the next group may go well.
+            _log.error("a group of commits was refused", commits=len(waiting), error=error)
+            refusal = StoreError(f"the state store cannot take commits now ({one_line(error)}): nothing was written")
+            for pending in waiting:
+                pending.finish(refusal)
+            return
+        try:
+            self._engine.persist(group)
+            if group.changed:
+                # After the log's sync and before any answer: the marker says what is durable, all of it and no more.
+                self._marker.acknowledge(self._engine.version)
+        except ShuffleError as error:
+            self._answer_failed(waiting, group, error)
+            return
+        unused = self._publish(group)
+        crash_points.reach("store.before_answer")
+        for pending, answer in zip(waiting, group.answers, strict=True):
+            pending.finish(answer)
+        self._remove_files(unused)
+
+    def _publish(self, group: Group) -> list[str]:
+        with self._lock:
+            unused = self._engine.apply(group)
+            if group.changed:
+                self._moments.publish(self._engine.version, self._rocks.view())
+            told = self._take_watchers(group.queues)
+        for tell in told:
+            tell()
+        return unused
+
+    def _answer_failed(self, waiting: list[Pending], group: Group, error: ShuffleError) -> None:
+        if group.reached_rocks:
+            # After a failed write or sync nobody knows what is on the disk. Only opening it again tells.
+            self._failed = StoreError(f"the state store must be restarted: {error.message}")
+            error = CommitUnknown(f"the commit may or may not be durable: {error.message}; read the state again")
+        for pending, answer in zip(waiting, group.answers, strict=True):
+            pending.finish(answer if isinstance(answer, ShuffleError) else error)
+
+    def _collect_garbage(self) -> None:
+        with self._lock:
+            self._moments.release_abandoned()
+        self._remove_files(self._engine.staged.collect(_wall_ms()))
+        if time.monotonic() >= self._marker_sync_at:
+            self._marker_sync_at = time.monotonic() + _MARKER_SYNC_S
+            try:
+                self._marker.sync()
+            except ShuffleError as error:
+                self._failed = StoreError(f"the state store must be restarted: {error.message}")
+
+    def _remove_files(self, names: Sequence[str]) -> None:
+        try:
+            self._engine.remove_files(names)
+        except OSError as error:
+            # Nothing refers to them: the next opening of the store finds them again.
+            _log.warning("files that are not needed any more cannot be removed", error=error)
+
+    # --- queues ---
+
+    def stage(self, queue_id: int, payloads: Sequence[pa.Buffer], ttl_ms: int) -> str:
+        self._check_usable()
+        entry = self._queue(queue_id)
+        if sum(payload.size for payload in payloads) > TRANSACTION_BYTES_MAX:
+            raise TooLarge(f"queue {entry.schema.name!r}: stage at most {TRANSACTION_BYTES_MAX} bytes at a time")
+        self._engine.check_room(sum(payload.size for payload in payloads))
+        rows = counted(payloads, entry.schema, entry.not_null)
+        staged_id = uuid.uuid4().hex
+        filled = [(count, payload) for count, payload in zip(rows, payloads, strict=True) if count]
+        self._engine.staged.add(staged_id, queue_id, entry.header, filled, ttl_ms, _wall_ms())
+        return staged_id
+
+    def discard(self, staged_id: str) -> None:
+        self._engine.staged.expire(staged_id)
+
+    def bounds(self, queue_id: int) -> list[tuple[int, int]]:
+        self._check_usable()
+        with self._lock:
+            return self._engine.bounds(queue_id)
+
+    def read(
+        self, queue_id: int, partition: int, begin: int, max_rows: int, max_bytes: int, wait_ms: int
+    ) -> QueueRead | None:
+        span = self.locate(queue_id, partition, begin, max_rows, max_bytes, wait_ms)
+        if span is None:
+            return None
+        file = self._disk.path(span.file)
+        try:
+            records = map_range(file, span.offset, span.size_bytes)
+        except FileNotFoundError:
+            raise self.missing(file, queue_id, partition, begin) from None
+        return QueueRead(str(file), span.offset, span.split(records), span.segment_begin, span.end)
+
+    def missing(self, file: Path, queue_id: int, partition: int, begin: int) -> ShuffleError:
+        """Why there is no ``file``, where the row ``begin`` was a moment ago: trimmed since, or lost."""
+        try:
+            self.locate(queue_id, partition, begin, 1, 1, 0)
+        except ShuffleError as error:
+            return error
+        return CorruptData(f"{file}: the file is missing, but its rows were acknowledged", file=str(file))
+
+    def locate(
+        self, queue_id: int, partition: int, begin: int, max_rows: int, max_bytes: int, wait_ms: int
+    ) -> Span | None:
+        """Where the rows from ``begin`` on are, waiting for the first of them; None when none came in time."""
+        deadline = time.monotonic() + min(wait_ms, WAIT_MS_MAX) / 1000
+        while True:
+            arrived = threading.Event()
+            span = self.locate_or_watch(queue_id, partition, begin, max_rows, max_bytes, arrived, arrived.set)
+            if span is not None:
+                return span
+            try:
+                if self._closed or not arrived.wait(max(deadline - time.monotonic(), 0)):
+                    return None
+            finally:
+                self.unwatch(queue_id, partition, arrived)
+
+    def locate_or_watch(
+        self,
+        queue_id: int,
+        partition: int,
+        begin: int,
+        max_rows: int,
+        max_bytes: int,
+        watcher: object,
+        tell: Callable[[], None],
+    ) -> Span | None:
+        """Where the rows are; or None, and ``tell`` is called once when the partition has changed since.
+
+        It is called by the writer, so it must be short. ``watcher`` is who to ``unwatch``.
+        """
+        self._check_usable()
+        with self._lock:
+            span = self._engine.locate(
+                queue_id, partition, begin, max(max_rows, 1), min(max(max_bytes, 1), BATCH_BYTES_MAX)
+            )
+            if span is None:
+                self._watchers.setdefault((queue_id, partition), {})[watcher] = tell
+        return span
+
+    def unwatch(self, queue_id: int, partition: int, watcher: object) -> None:
+        with self._lock:
+            watchers = self._watchers.get((queue_id, partition))
+            if watchers is not None:
+                watchers.pop(watcher, None)
+
+    def _take_watchers(self, partitions: Iterable[tuple[int, int]]) -> list[Callable[[], None]]:
+        return [tell for place in partitions for tell in self._watchers.pop(place, {}).values()]
+
+    def segment_path(self, name: str) -> Path:
+        return self._disk.path(name)
+
+    # --- leases ---
+
+    def register(self, group: str, member: str, attributes: Mapping[str, str], ttl_ms: int) -> int:
+        return self._leases.register(group, member, attributes, ttl_ms)
+
+    def renew(self, lease_id: int) -> None:
+        self._leases.renew(lease_id)
+
+    def leave(self, lease_id: int) -> None:
+        self._leases.leave(lease_id)
+
+    def members(self, group: str) -> tuple[int, list[Member]]:
+        return self._leases.members(group)
+
+    def watch(self, group: str, revision: int, wait_ms: int) -> tuple[int, list[Member]]:
+        return self._leases.watch(group, revision, wait_ms)
+
+    def groups(self) -> list[str]:
+        return self._leases.groups()
+
+    # --- the rest ---
+
+    def stats(self) -> dict[str, Any]:
+        with self._lock:
+            found = self._engine.stats()
+            found["total"]["open_moments"] = len(self._moments)
+            found["total"]["commits"] = self._commits_written
+            found["total"]["groups"] = self._groups_written
+            found["total"]["marker_bytes"] = self._marker.written_bytes
+            found["total"]["marker_syncs"] = self._marker.syncs
+        return found
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def failure(self) -> ShuffleError | None:
+        """Why nothing can be written any more, if that is so."""
+        return self._failed
+
+    @property
+    def address(self) -> str:
+        return str(self._folder.path)
+
+    @property
+    def folder(self) -> Path | None:
+        return self._folder.path
+
+    @property
+    def store_id(self) -> str:
+        """Of the store on this disk, whoever serves it and however often it was started."""
+        return self._marker.store_id.hex()
+
+    def announce(self, address: str) -> None:
+        self._folder.announce(address)
+
+    def withdraw(self) -> None:
+        self._folder.withdraw()
+
+    def close(self) -> None:
+        """Finish what was accepted, then give the folder back."""
+        if self._closed:
+            return
+        self._closed = True
+        self._commits.stop()
+        self._writer.join(60)
+        with self._lock:
+            told = self._take_watchers(list(self._watchers))
+            self._moments.close()
+        for tell in told:
+            tell()
+        self._leases.close()
+        self._opened.close()
+        self._folder.close()
+
+
+def _wall_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,71 @@
+"""The moments at which a store can be read: the newest one, and older ones that readers keep open.
+
+Plain bookkeeping without a lock of its own: the store holds its lock around every call but ``abandon``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from shuffle.errors import Expired
+from shuffle.statestore.engine.storage import ClosedView, KeyView
+from shuffle.statestore.store import Moment
+
+
+class Moments:
+    """What has been published, and who still reads at an earlier version."""
+
+    def __init__(self, version: int, view: KeyView) -> None:
+        self._version = version
+        self._view = view
+        self._open: dict[int, tuple[int, KeyView]] = {}
+        self._open_versions: Counter[int] = Counter()
+        self._last_id = 0
+        self._abandoned: deque[Moment] = deque()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def oldest_version(self) -> int:
+        """The version of the oldest moment that is open; where none is, that of the newest there is."""
+        return min(self._open_versions, default=self._version)
+
+    def publish(self, version: int, view: KeyView) -> None:
+        """A group of commits is durable: this is what readers see from now on."""
+        self._version, self._view = version, view
+
+    def open(self) -> Moment:
+        self._last_id += 1
+        self._open[self._last_id] = self._version, self._view
+        self._open_versions[self._version] += 1
+        return Moment(self._last_id, self._version)
+
+    def view(self, moment: Moment | None) -> KeyView:
+        """What ``moment`` sees; without one, what was published last."""
+        if moment is None:
+            return self._view
+        found = self._open.get(moment.moment_id)
+        if found is None:
+            raise Expired("the snapshot or transaction is over: it was released, or its client was silent too long")
+        return found[1]
+
+    def release(self, moment: Moment) -> None:
+        found = self._open.pop(moment.moment_id, None)
+        if found is not None:
+            self._open_versions[found[0]] -= 1
+            if not self._open_versions[found[0]]:
+                del self._open_versions[found[0]]
+
+    def abandon(self, moment: Moment) -> None:
+        """Release it with the next ``release_abandoned``. For finalisers, which may run inside of any lock."""
+        self._abandoned.append(moment)
+
+    def release_abandoned(self) -> None:
+        while self._abandoned:
+            self.release(self._abandoned.popleft())
+
+    def close(self) -> None:
+        """Nothing can be read any more."""
+        self._open.clear()
+        self._view = ClosedView()

@@ -1,0 +1,187 @@
+"""Segment files on a real disk: appended to, synced, mapped, removed. Knows names and bytes, not rows."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from shuffle.errors import CorruptData, DiskFull, StoreError, StoreNotWritable
+from shuffle.statestore.local.marker import PRIVATE_FILE, sync_folder
+from shuffle.statestore.local.store_folder import PRIVATE_FOLDER
+
+_PARTS_MAX = 512
+"""Buffers in one writev; the kernel takes at most 1,024."""
+
+
+OPEN_FILES_MAX = 128
+"""Segments kept open for the next append: those appended to last. To open one again costs ten microseconds, and the
+sync that follows a hundred times as much."""
+
+
+class SegmentDisk:
+    """The folder of segment files. A segment is appended to by one thread at a time; any may map what was committed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._descriptors: dict[str, int] = {}
+        """Of the segments that are open and not in use, the one used last at the end."""
+        self._lock = threading.Lock()
+        self._aside = folder.parent / "set_aside"
+        self.written_bytes = 0
+        folder.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+
+    def path(self, name: str) -> Path:
+        return self._folder / name
+
+    def map(self, name: str, size_bytes: int, offset: int = 0) -> pa.Buffer:
+        """``size_bytes`` of a segment from ``offset`` on; see ``map_range``."""
+        path = self.path(name)
+        try:
+            return map_range(path, offset, size_bytes)
+        except FileNotFoundError:
+            raise CorruptData(f"{path}: the file is missing, but its rows were acknowledged", file=str(path)) from None
+
+    def names(self) -> Iterator[str]:
+        with os.scandir(self._folder) as entries:
+            yield from sorted(entry.name for entry in entries if entry.is_file())
+
+    def size(self, name: str) -> int:
+        return self.path(name).stat().st_size
+
+    def modified_ms(self, name: str) -> int:
+        return self.path(name).stat().st_mtime_ns // 1_000_000
+
+    def create(self, name: str, header: bytes) -> None:
+        """A new segment with its header; its name is durable after this, its contents after ``sync``."""
+        with _as_store_error(name):
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            self._keep(name, os.open(self.path(name), flags, PRIVATE_FILE))
+            self.append(name, 0, [header])
+            sync_folder(self._folder)
+
+    def append(self, name: str, offset: int, parts: Sequence[bytes | memoryview]) -> int:
+        """Write ``parts`` at ``offset``, which is where the committed bytes end. Returns the bytes written.
+
+        Whatever an earlier attempt left behind the offset is overwritten, and cut off if this attempt fails.
+        """
+        written = 0
+        with self._opened(name) as descriptor, _as_store_error(name):
+            try:
+                for at in range(0, len(parts), _PARTS_MAX):
+                    written += self._write_all(descriptor, offset + written, parts[at : at + _PARTS_MAX])
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, offset)
+                raise
+        self.written_bytes += written
+        return written
+
+    @staticmethod
+    def _write_all(descriptor: int, offset: int, parts: Sequence[bytes | memoryview]) -> int:
+        total = sum(len(part) for part in parts)
+        done = os.pwritev(descriptor, parts, offset)
+        if done < total:
+            rest = memoryview(b"".join(parts))
+            while done < total:
+                done += os.pwrite(descriptor, rest[done:], offset + done)
+        return total
+
+    def sync(self, name: str) -> None:
+        with self._opened(name) as descriptor, _as_store_error(name):
+            os.fdatasync(descriptor)
+
+    def truncate(self, name: str, size_bytes: int) -> None:
+        with self._opened(name) as descriptor:
+            os.ftruncate(descriptor, size_bytes)
+
+    def close_file(self, name: str) -> None:
+        """The segment gets no more appends; mapping it stays possible."""
+        with self._lock:
+            descriptor = self._descriptors.pop(name, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def remove(self, name: str) -> None:
+        self.close_file(name)
+        with contextlib.suppress(FileNotFoundError):
+            self.path(name).unlink()
+
+    def set_aside(self, name: str) -> None:
+        """Move a file to the folder beside this one; what was set aside before under the same name stays."""
+        with _as_store_error(name):
+            self._aside.mkdir(PRIVATE_FOLDER, exist_ok=True)
+            target = self._aside / name
+            again = 0
+            while target.exists():
+                again += 1
+                target = self._aside / f"{name}.{again}"
+            self.path(name).rename(target)
+
+    def free_bytes(self) -> int:
+        status = os.statvfs(self._folder)
+        return status.f_bavail * status.f_frsize
+
+    def close(self) -> None:
+        for name in list(self._descriptors):
+            self.close_file(name)
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        """The file of a segment. While it is in use it is not among those that may be closed."""
+        with self._lock:
+            descriptor = self._descriptors.pop(name, None)
+        if descriptor is None:
+            descriptor = os.open(self.path(name), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            yield descriptor
+        finally:
+            self._keep(name, descriptor)
+
+    def _keep(self, name: str, descriptor: int) -> None:
+        with self._lock:
+            self._descriptors[name] = descriptor
+            oldest = next(iter(self._descriptors)) if len(self._descriptors) > OPEN_FILES_MAX else None
+            unused = None if oldest is None else self._descriptors.pop(oldest)
+        if unused is not None:
+            os.close(unused)
+
+
+def map_range(path: Path, offset: int, size_bytes: int) -> pa.Buffer:
+    """Bytes of a file, mapped, not copied; fewer than asked for if it is shorter.
+
+    They stay valid after the file is removed, and count as memory of this process only as long as the buffer lives,
+    which is why a range is mapped for each read and not the file once.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptData(f"{path}: not a file", file=str(path))
+        size_bytes = min(size_bytes, status.st_size - offset)
+        if size_bytes <= 0:
+            return pa.py_buffer(b"")
+        skipped = offset % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(descriptor, skipped + size_bytes, prot=mmap.PROT_READ, offset=offset - skipped)
+    finally:
+        os.close(descriptor)
+    return pa.py_buffer(mapped).slice(skipped, size_bytes)
+
+
+@contextlib.contextmanager
+def _as_store_error(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(f"no space left for the segment {name}: nothing was acknowledged, free some room") from None
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise StoreNotWritable(f"the segment {name} cannot be written: {error.strerror}", file=name) from None
+        raise StoreError(f"the segment {name} cannot be written: {error}", file=name) from None

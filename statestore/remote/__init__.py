@@ -1,0 +1,1 @@
+"""The store behind a daemon: the client's end of each protocol."""

@@ -1,0 +1,1 @@
+"""The daemon: the server's end of each protocol, and what keeps it alive and bounded."""

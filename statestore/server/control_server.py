@@ -1,0 +1,292 @@
+"""The control plane of the daemon: the gRPC service of ``proto/control.proto``, health and reflection.
+
+Its methods are Flight actions too, which is how our own clients ask them (``control_client``).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf import json_format, message_factory
+from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection
+
+from shuffle.errors import (
+    BadInput,
+    CommitConflict,
+    DiskFull,
+    Expired,
+    ShuffleError,
+    StoreUnavailable,
+    TableExists,
+    TooLarge,
+    UnknownTable,
+    one_line,
+)
+from shuffle.fields import Field, check_fields, shown
+from shuffle.flight import short_wire
+from shuffle.statestore.codec.schema import QueueSchema, TableSchema
+from shuffle.statestore.local.local import LocalStore
+from shuffle.statestore.request import CreateQueue, CreateTable, Drop
+from shuffle.statestore.server.session_registry import Held
+from shuffle.statestore.wire.operations import CONTROL
+from shuffle.statestore.wire.proto import control_pb2 as pb
+from shuffle.statestore.wire.proto import control_pb2_grpc
+from shuffle.vital_threads import alive
+
+T = TypeVar("T")
+
+_CONTROL = pb.DESCRIPTOR.services_by_name["Control"]
+SERVICE = _CONTROL.full_name
+FLIGHT_SERVICE = "arrow.flight.protocol.FlightService"
+CONTROL_THREADS = 256
+"""Each call holds one while it is answered."""
+
+WATCHES_MAX = 192
+"""Calls of ``Watch`` that may wait at once: enough for the reducers of a few processors, and it leaves a quarter of the
+threads for everything else. One more is answered at once with what there is, and its caller asks again."""
+
+HEALTH_THREADS = 4
+"""For health alone: it says how things are whatever all other threads wait for."""
+
+CALLS_MAX = 4096
+"""Calls that are answered, or wait for a thread, at once; gRPC refuses one more."""
+
+_STATUS: list[tuple[type[ShuffleError], grpc.StatusCode]] = [
+    (UnknownTable, grpc.StatusCode.NOT_FOUND),
+    (TableExists, grpc.StatusCode.ALREADY_EXISTS),
+    (TooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (DiskFull, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (BadInput, grpc.StatusCode.INVALID_ARGUMENT),
+    (CommitConflict, grpc.StatusCode.ABORTED),
+    (Expired, grpc.StatusCode.FAILED_PRECONDITION),
+    (StoreUnavailable, grpc.StatusCode.UNAVAILABLE),
+]
+
+
+class ControlPlane(control_pb2_grpc.ControlServicer):
+    """Each method is a question to the store; ``_guarded`` turns its errors into status codes."""
+
+    def __init__(self, store: LocalStore, held: Held, info: pb.InfoReply) -> None:
+        self._store = store
+        self._held = held
+        self._info = info
+        self._watches = threading.BoundedSemaphore(WATCHES_MAX)
+        for name, fields in CONTROL.items():
+            setattr(self, name, _checked(name, fields, getattr(self, name)))
+
+    def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoReply:  # noqa: N802
+        return self._info
+
+    def ListTables(self, request: pb.ListTablesRequest, context: Any) -> pb.ListTablesReply:  # noqa: N802
+        return pb.ListTablesReply(schema_json=[schema.to_json() for schema in self._store.tables()])
+
+    def ListQueues(self, request: pb.ListQueuesRequest, context: Any) -> pb.ListQueuesReply:  # noqa: N802
+        return pb.ListQueuesReply(schema_json=[schema.to_json() for schema in self._store.queues()])
+
+    def CreateTable(self, request: pb.CreateTableRequest, context: Any) -> pb.ChangeReply:  # noqa: N802
+        change = CreateTable(_described(TableSchema.from_json, request.schema_json), request.if_not_exists)
+        self._store.change_catalogue(change)
+        return pb.ChangeReply()
+
+    def CreateQueue(self, request: pb.CreateQueueRequest, context: Any) -> pb.ChangeReply:  # noqa: N802
+        change = CreateQueue(_described(QueueSchema.from_json, request.schema_json), request.if_not_exists)
+        self._store.change_catalogue(change)
+        return pb.ChangeReply()
+
+    def Drop(self, request: pb.DropRequest, context: Any) -> pb.ChangeReply:  # noqa: N802
+        self._store.change_catalogue(Drop(request.kind, request.name))
+        return pb.ChangeReply()
+
+    def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.SessionReply:  # noqa: N802
+        # The address without the port, which each connection has another of.
+        peer = context.peer().rpartition(":")[0]
+        return pb.SessionReply(session_id=self._held.open_session(request.ttl_ms, peer))
+
+    def RenewSession(self, request: pb.SessionRequest, context: Any) -> pb.SessionReply:  # noqa: N802
+        self._held.renew_session(request.session_id)
+        return pb.SessionReply(session_id=request.session_id)
+
+    def CloseSession(self, request: pb.SessionRequest, context: Any) -> pb.SessionReply:  # noqa: N802
+        self._held.close_session(request.session_id)
+        return pb.SessionReply(session_id=request.session_id)
+
+    def Register(self, request: pb.RegisterRequest, context: Any) -> pb.LeaseReply:  # noqa: N802
+        lease_id = self._store.register(request.group, request.member, dict(request.attributes), request.ttl_ms)
+        return pb.LeaseReply(lease_id=lease_id)
+
+    def Renew(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseReply:  # noqa: N802
+        self._store.renew(request.lease_id)
+        return pb.LeaseReply(lease_id=request.lease_id)
+
+    def Leave(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseReply:  # noqa: N802
+        self._store.leave(request.lease_id)
+        return pb.LeaseReply(lease_id=request.lease_id)
+
+    def Members(self, request: pb.MembersRequest, context: Any) -> pb.MembersReply:  # noqa: N802
+        return _members_reply(*self._store.members(request.group))
+
+    def Watch(self, request: pb.WatchRequest, context: Any) -> pb.MembersReply:  # noqa: N802
+        if not self._watches.acquire(blocking=False):
+            return _members_reply(*self._store.watch(request.group, request.revision, 0))
+        try:
+            return _members_reply(*self._store.watch(request.group, request.revision, request.wait_ms))
+        finally:
+            self._watches.release()
+
+    def Groups(self, request: pb.GroupsRequest, context: Any) -> pb.GroupsReply:  # noqa: N802
+        return pb.GroupsReply(groups=self._store.groups())
+
+    def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:  # noqa: N802
+        return pb.StatsReply(stats_json=json.dumps({**self._store.stats(), "threads": alive()}))
+
+
+def _described(from_json: Callable[[str], T], text: str) -> T:
+    """A schema that a client has described; in here such a text was written by ourselves."""
+    try:
+        return from_json(text)
+    except Exception as error:
+        raise BadInput(f"not the description of a table or queue: {one_line(error)}") from None
+
+
+def _members_reply(revision: int, members: list[Any]) -> pb.MembersReply:
+    listed = [pb.Member(name=member.name, attributes=dict(member.attributes)) for member in members]
+    return pb.MembersReply(revision=revision, members=listed)
+
+
+class Health:
+    """The standard health service, on threads of its own."""
+
+    def __init__(self) -> None:
+        self._pool = futures.ThreadPoolExecutor(HEALTH_THREADS, thread_name_prefix="health")
+        self._states = health.HealthServicer(experimental_thread_pool=self._pool)
+        self._set(health_pb2.HealthCheckResponse.SERVING)
+
+    def turn_off(self) -> None:
+        """Nothing that depends on this process should go on doing so."""
+        self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def _set(self, status: int) -> None:
+        for name in ("", SERVICE):
+            self._states.set(name, status)
+
+    @property
+    def handler(self) -> grpc.GenericRpcHandler:
+        def check(request: Any, context: Any) -> Any:
+            return self._states.Check(request, context)
+
+        # How gRPC is told which threads answer a method; a stream of ``Watch`` holds none of them.
+        vars(check)["experimental_thread_pool"] = self._pool
+        read, write = health_pb2.HealthCheckRequest.FromString, health_pb2.HealthCheckResponse.SerializeToString
+        methods = {
+            "Check": grpc.unary_unary_rpc_method_handler(check, read, write),
+            "Watch": grpc.unary_stream_rpc_method_handler(self._states.Watch, read, write),
+        }
+        return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
+
+
+class _TypedErrors(grpc.ServerInterceptor):  # type: ignore[misc]
+    """Errors leave as a status code and one JSON object, never as a traceback."""
+
+    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        handler = continuation(details)
+        if handler is None or not handler.unary_unary:
+            return handler
+        return grpc.unary_unary_rpc_method_handler(
+            _guarded(handler.unary_unary), handler.request_deserializer, handler.response_serializer
+        )
+
+
+def _checked(name: str, fields: tuple[Field, ...], method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A method whose requests are within their bounds, however they came."""
+
+    def call(request: Any, context: Any) -> Any:
+        check_fields(name, fields, {field.name: getattr(request, field.name) for field in fields})
+        return method(request, context)
+
+    return call
+
+
+def _guarded(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    @functools.wraps(method)
+    def call(request: Any, context: Any) -> Any:
+        try:
+            return method(request, context)
+        except Exception as raised:
+            error = raised if isinstance(raised, ShuffleError) else ShuffleError(one_line(raised))
+        status = next((code for kind, code in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+        return context.abort(status, short_wire(error))
+
+    return call
+
+
+class FlightActions:
+    """``DoAction`` of Arrow Flight: every method of the control plane by its name, with JSON for its messages."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._methods = {
+            method.name: (getattr(plane, method.name), message_factory.GetMessageClass(method.input_type))
+            for method in _CONTROL.methods
+        }
+
+    @property
+    def handler(self) -> grpc.GenericRpcHandler:
+        action = grpc.unary_stream_rpc_method_handler(
+            _guarded(self._act), pb.FlightAction.FromString, pb.FlightResult.SerializeToString
+        )
+        return grpc.method_handlers_generic_handler(FLIGHT_SERVICE, {"DoAction": action})
+
+    def _act(self, action: pb.FlightAction, context: Any) -> Iterator[pb.FlightResult]:
+        if action.type not in self._methods:
+            raise BadInput(f"unknown action {shown(action.type)}: client and store are of different versions")
+        method, request = self._methods[action.type]
+        try:
+            asked = json_format.Parse(action.body, request())
+        except (json_format.ParseError, ValueError, RecursionError, SystemError) as error:
+            raise BadInput(f"not a request that {action.type} understands: {one_line(error)}") from None
+        answer = json_format.MessageToJson(
+            method(asked, context), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        return iter([pb.FlightResult(body=answer.encode())])
+
+
+def check_listen(listen: str) -> None:
+    """Raises when nobody can listen there: gRPC would say so too, but in lines of its own on stderr."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal():
+        raise BadInput(f"cannot listen on {listen}: write it as host:port, port 0 for any free one")
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(address)
+    except OSError as error:
+        raise BadInput(f"cannot listen on {listen}: {error.strerror}") from None
+
+
+def control_server(plane: ControlPlane, states: Health, listen: str) -> tuple[Any, int]:
+    """A started gRPC server and its port."""
+    server = grpc.server(
+        futures.ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control"),
+        interceptors=[_TypedErrors()],
+        maximum_concurrent_rpcs=CALLS_MAX,
+        options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4 << 20)],
+    )
+    control_pb2_grpc.add_ControlServicer_to_server(plane, server)  # type: ignore[no-untyped-call]
+    server.add_generic_rpc_handlers((FlightActions(plane).handler, states.handler))
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError:
+        port = 0
+    if not port:
+        raise BadInput(f"cannot listen on {listen}: the port is taken, or the host is not one of this machine")
+    server.start()
+    return server, port

@@ -1,0 +1,145 @@
+"""The store as a daemon: ``shuffle statestore``, ``python -m statestore``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from shuffle import flight
+from shuffle.errors import BadInput, ShuffleError
+from shuffle.logs import get_logger, setup_logging
+from shuffle.statestore.local.local import LocalStore
+from shuffle.statestore.local.store_folder import folder_path
+from shuffle.statestore.server.control_server import ControlPlane, Health, check_listen, control_server
+from shuffle.statestore.server.flight_server import DataPlane
+from shuffle.statestore.server.handlers import Questions
+from shuffle.statestore.server.headroom import check_headroom
+from shuffle.statestore.server.lane_server import Lane
+from shuffle.statestore.server.session_registry import Held
+from shuffle.statestore.wire.proto import control_pb2 as pb
+from shuffle.vital_threads import end_process
+
+OPEN_FILES = 16_384
+"""File numbers that this process asks for, if the system lets it have them: for as many connections, streams and files
+as there may be. The usual 1,024 would be used up by the connections of the lane alone."""
+
+SWITCH_INTERVAL_S = 0.001
+"""How long a thread may keep the GIL while another wants it. The writer must not wait 5 ms for a long scan."""
+
+_log = get_logger("statestore")
+
+
+class StoreDaemon:
+    """A store with its two planes. ``close`` finishes what was accepted.
+
+    When the store fails, which the death of a thread that it depends on is as well, health is turned off and
+    ``on_failure`` is called.
+    """
+
+    def __init__(self, path: str, listen: str, on_failure: Callable[[ShuffleError], None]) -> None:
+        check_listen(listen)
+        host = listen.rpartition(":")[0] or "127.0.0.1"
+        self.store = LocalStore(path)
+        try:
+            self._on_failure = on_failure
+            self._health = Health()
+            self.store.on_failure = self._failed
+            self._held = Held(self.store)
+            questions = Questions(self.store, self._held)
+            self._data = DataPlane(flight.location(f"{host}:0"), questions)
+            self._lane = Lane(host, self.store, questions, self.store.fail)
+            advertised = "" if host in ("0.0.0.0", "[::]") else host
+            info = pb.InfoReply(
+                flight_address=f"grpc://{advertised}:{self._data.port}",
+                lane_address=f"tcp://{advertised}:{self._lane.port}",
+                lane_local_name=self._lane.local_name,
+                folder=str(self.store.folder),
+                store_id=self.store.store_id,
+            )
+            self._control, port = control_server(ControlPlane(self.store, self._held, info), self._health, listen)
+        except BaseException:
+            self.store.close()
+            raise
+        self.address = f"grpc://{advertised or '127.0.0.1'}:{port}"
+        self.store.announce(self.address)
+
+    def _failed(self, error: ShuffleError) -> None:
+        self._health.turn_off()
+        self._on_failure(error)
+
+    def close(self) -> None:
+        self._health.turn_off()
+        self.store.withdraw()
+        self._control.stop(grace=1.0)
+        self._held.close()
+        self.store.close()
+        self._lane.close()
+        flight.shutdown(self._data, timeout_s=1.0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    setup_logging("statestore")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    _raise_file_limit()
+    try:
+        check_headroom()
+        daemon = StoreDaemon(arguments.path, arguments.listen, end_process)
+    except ShuffleError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 1
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: Any) -> None:
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    print(f"state store {arguments.path} serves at {daemon.address}", flush=True)
+    while not stop.wait(1.0):
+        if daemon.store.failure is not None:
+            end_process(daemon.store.failure)
+    daemon.close()
+    sys.stdout.flush()
+    # Clients keep their streams open, and Flight's server would wait for them; everything of ours is closed by now.
+    os._exit(0)
+
+
+def _raise_file_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shuffle statestore",
+        description="Serve a state store to many processes.",
+        epilog="example: shuffle statestore --path ./activity.state --listen 127.0.0.1:7070",
+    )
+    parser.add_argument(
+        "--path", required=True, type=_folder, metavar="DIR", help="the folder of the store; made when missing"
+    )
+    parser.add_argument(
+        "--listen",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="where the control plane listens; port 0 takes a free one (default: %(default)s). Rows travel over a "
+        "second port, which clients learn from the first",
+    )
+    return parser
+
+
+def _folder(text: str) -> str:
+    try:
+        folder_path(text)
+    except BadInput as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+    return text

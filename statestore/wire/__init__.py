@@ -1,0 +1,1 @@
+"""What clients and the daemon say to each other: operations, fields, frames, and their codecs."""

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shuffle import AggregateReducer, Count, HashMapper, Mapper, Max, PartitionedRowset, Reducer, hash_partition
-from shuffle.aggregates import Aggregate
 from shuffle.api import WorkerSpec
+from shuffle.jobs.aggregates import Aggregate
 from statestore import StateClient, Transaction
 
 TABLE = "activity"

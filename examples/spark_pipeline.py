@@ -35,8 +35,8 @@ from pyspark.sql import functions as F  # noqa: N812
 from examples.activity import COLUMNS, KEY_COLUMNS, TABLE
 from examples.local import PROJECT, LocalSystem
 from perf.workload import RESULT_SCHEMA, Difference, Workload, difference, oracle
-from shuffle import launch
 from shuffle.errors import ShuffleError
+from shuffle.run import launch
 
 ROWS_DEFAULT = 200_000
 FILES = 4

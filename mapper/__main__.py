@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from shuffle.footprint import keep_freed, keep_small, share_freed
+from shuffle.support.process_memory import keep_freed, keep_small, share_freed
 
 SPARE_BYTES_MAX = 64 << 20
 """A few batches, read and partitioned: what was freed is kept for them, up to this and to half of the memory limit."""
@@ -17,9 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keep_small()
 
     from shuffle.cli import report
-    from shuffle.config import load_spec
     from shuffle.errors import ShuffleError
     from shuffle.mapper.daemon import run
+    from shuffle.spec.config import load_spec
 
     try:
         spec = load_spec(options.spec)
@@ -38,6 +38,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    from shuffle.vital_threads import leave
+    from shuffle.support.vital_threads import leave
 
     leave(main())

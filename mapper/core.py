@@ -28,17 +28,17 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from shuffle.config import SpillSpec
+from shuffle.durable.mapper_state import MapperState
 from shuffle.errors import BadInput, RowsGone, SplitBrain, StaleMapper, StoreUnavailable
 from shuffle.ids import Guid, InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB
 from shuffle.mapper.bucket import Bucket, ServedBatch
 from shuffle.mapper.claims import Claims
-from shuffle.mapper.spill import Spill, SpillEnd, SpillPart, SpillRead
-from shuffle.mapper.spilling import Spilling, Watched, spill_part
-from shuffle.mapper.state import MapperState
+from shuffle.mapper.spill.policy import Spilling, Watched, spill_part
+from shuffle.mapper.spill.spill import Spill, SpillEnd, SpillPart, SpillRead
 from shuffle.mapper.window import Part, Places, Window, WindowEntry, WindowSize
 from shuffle.messages import GetRows
+from shuffle.spec.config import SpillSpec
 
 OWN_STATES_MAX = 16
 """How many states this instance remembers to have written. A fetch of the persisted state may have been answered before

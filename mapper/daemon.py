@@ -1,8 +1,8 @@
 """One mapper as a process: ingestion, server, trim, lease and metrics, wired together.
 
 Threads: the one that calls ``run`` ingests; one trims; Flight's own serve; one keeps the lease; one serves metrics; one
-waits to be told to stop. None of them dies alone (``shuffle.vital_threads``): the mapper stops, and ``run`` says why.
-Everything is closed in the opposite order of its beginning, so that the last trim still finds a store.
+waits to be told to stop. None of them dies alone (``shuffle.support.vital_threads``): the mapper stops, and ``run``
+says why. Everything is closed in the opposite order of its beginning, so that the last trim still finds a store.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shuffle import crash_points
 from shuffle.api import WorkerSpec
-from shuffle.config import ProcessorSpec, check_against_store, load_class
 from shuffle.discovery import Membership, mappers_group
+from shuffle.durable.mapper_state import lookup_committed
 from shuffle.errors import FalseClaim, ShuffleError, SpecError, SplitBrain, TableExists, UserCodeError
 from shuffle.ids import MapperIndex, ReducerIndex, new_guid
-from shuffle.logs import get_logger, setup_logging
 from shuffle.mapper.core import MapperCore
 from shuffle.mapper.ingest import BACKOFF_S_MAX, BACKOFF_S_MIN, Ingestion, passes
 from shuffle.mapper.mapping import Mapping, create
 from shuffle.mapper.reader import PartitionReader, open_reader
 from shuffle.mapper.serve import MapperServer, SharedCore
-from shuffle.mapper.spill import SpillEnd
-from shuffle.mapper.spill_store import SpillStore
-from shuffle.mapper.state import lookup_committed
+from shuffle.mapper.spill.spill import SpillEnd
+from shuffle.mapper.spill.store import SpillStore
 from shuffle.mapper.trim import Trimmer
 from shuffle.metrics import MapperMetrics, serve_metrics
-from shuffle.poison import DEAD_LETTER_SCHEMA
-from shuffle.vital_threads import start_vital
+from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
+from shuffle.support import crash_points
+from shuffle.support.logs import get_logger, setup_logging
+from shuffle.support.vital_threads import start_vital
+from shuffle.user_code.poison import DEAD_LETTER_SCHEMA
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient

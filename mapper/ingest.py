@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from shuffle import crash_points
-from shuffle.config import ProcessorSpec
+from shuffle.durable.mapper_state import (
+    MapperState,
+    PersistedState,
+    lookup_committed,
+    lookup_state,
+    mappers_table,
+    state_rows,
+)
 from shuffle.errors import (
     CommitConflict,
     CommitUnknown,
@@ -28,14 +34,15 @@ from shuffle.errors import (
     UserCodeError,
 )
 from shuffle.ids import InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
-from shuffle.logs import get_logger
 from shuffle.mapper.mapping import Mapping
 from shuffle.mapper.reader import PartitionReader
 from shuffle.mapper.serve import SharedCore
-from shuffle.mapper.spill_store import SpillStore
-from shuffle.mapper.state import MapperState, PersistedState, lookup_committed, lookup_state, mappers_table, state_rows
+from shuffle.mapper.spill.store import SpillStore
 from shuffle.metrics import MapperMetrics
-from shuffle.poison import is_transient
+from shuffle.spec.config import ProcessorSpec
+from shuffle.support import crash_points
+from shuffle.support.logs import get_logger
+from shuffle.user_code.poison import is_transient
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient

@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow as pa
 
 from shuffle.api import Mapper, PartitionedRowset, WorkerSpec
-from shuffle.config import OnError
 from shuffle.errors import BadInput, ShuffleError, UserCodeError
 from shuffle.ids import InputIndex, ReducerIndex
 from shuffle.mapper.core import MappedBatch, MappedPart
 from shuffle.partition import split_by_partition
-from shuffle.poison import dead_letters, is_transient, locate_poison, place_of, reason_of, split_rows
+from shuffle.spec.config import OnError
+from shuffle.user_code.poison import dead_letters, is_transient, locate_poison, place_of, reason_of, split_rows
 
 SLACK_BYTES = 64 * 1024
 """A part may refer to this much more memory than it shows (or to twice what it shows) before it is copied."""
@@ -158,7 +158,7 @@ class Mapping:
 
 def create(make: type[Mapper], config: MappingOf[str, Any], *args: Any) -> Mapper:
     """The user's object, given the defaults it declares; what its constructor raises is the user's error."""
-    from shuffle.library import check_config
+    from shuffle.jobs.library import check_config
 
     try:
         return make(check_config(make, config), *args)

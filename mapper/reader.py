@@ -18,7 +18,7 @@ from shuffle.ids import Token
 from shuffle.limits import MIB
 
 if TYPE_CHECKING:
-    from shuffle.config import InputSpec, MapperSpec
+    from shuffle.spec.config import InputSpec, MapperSpec
     from shuffle.statestore import StateClient
 
 BATCH_BYTES_MAX_DEFAULT = 16 * MIB
@@ -143,7 +143,7 @@ def open_reader(spec: InputSpec, index: int, client: StateClient, mapper: Mapper
     if spec.folder is None:
         raise SpecError("the input names neither a queue nor a folder")
     # Only here, since Parquet's library would weigh on every mapper that reads a queue.
-    from shuffle.mapper.folder import FolderReader, partition_folders
+    from shuffle.mapper.readers.folder import FolderReader, partition_folders
 
     folders = partition_folders(spec.folder)
     if index >= len(folders):
@@ -155,6 +155,6 @@ def partition_count(spec: InputSpec, client: StateClient) -> int:
     """How many partitions the input has, and so how many mappers there are."""
     if spec.queue is not None:
         return int(client.queue(spec.queue).partitions)
-    from shuffle.mapper.folder import partition_folders
+    from shuffle.mapper.readers.folder import partition_folders
 
     return len(partition_folders(spec.folder or ""))

@@ -16,17 +16,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from shuffle import crash_points, flight
+from shuffle.durable.mapper_state import MapperState
 from shuffle.errors import BadInput, NotServed, OutOfRange, ShuffleError, StoreUnavailable, to_wire
 from shuffle.ids import ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB, WAIT_MS_MAX
 from shuffle.mapper.bucket import Bucket, ServedBatch
 from shuffle.mapper.core import MappedBatch, MapperCore
-from shuffle.mapper.spill import Spill, SpillHead, SpillRead
-from shuffle.mapper.state import MapperState
+from shuffle.mapper.spill.spill import Spill, SpillHead, SpillRead
 from shuffle.messages import METADATA_FIELDS, NO_ROWS, ROWS_EXCHANGE, STREAM_OVER, BatchTail, GetRows, SharedRows
-from shuffle.places import Places
-from shuffle.shared_memory import BYTES_MIN, Outbox, machine
+from shuffle.support import crash_points, flight
+from shuffle.support.shared_memory import BYTES_MIN, Outbox, machine
+from shuffle.support.slots import Places
 
 JOIN_BYTES_MAX = 1 * MIB
 """Adjacent batches are joined up to this size. Below it the cost of a message outweighs that of a copy."""

@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from shuffle import crash_points
+from shuffle.durable.mapper_state import MapperState, lookup_committed, lookup_state, mappers_table, state_rows
 from shuffle.errors import CommitConflict, CommitUnknown, DiskFull, Expired, ShuffleError, TooLarge
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
-from shuffle.logs import get_logger
 from shuffle.mapper.core import MapperCore, TrimPlan
 from shuffle.mapper.reader import PartitionReader
-from shuffle.mapper.spill import SpillEnd
-from shuffle.mapper.spill_store import Prepared, SpillStore
-from shuffle.mapper.state import MapperState, lookup_committed, lookup_state, mappers_table, state_rows
+from shuffle.mapper.spill.spill import SpillEnd
+from shuffle.mapper.spill.store import Prepared, SpillStore
+from shuffle.support import crash_points
+from shuffle.support.logs import get_logger
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient, Transaction

@@ -40,7 +40,7 @@ from perf.chaos_parts import MAPPERS, PROCESSOR, QUEUE, REDUCERS, Disk, Producer
 from perf.chaos_proxy import Proxy
 from perf.workload import SCHEMA, Difference, difference, oracle_sum
 from shuffle.errors import ShuffleError, StoreUnavailable
-from shuffle.launch import die_with_parent
+from shuffle.run.launch import die_with_parent
 from shuffle.statestore import StateClient
 
 PAUSE_BETWEEN_FAULTS_S = (1.2, 3.5)
@@ -84,11 +84,11 @@ class Tunnels:
 
 def worker(arguments: Sequence[str]) -> None:
     """A mapper or reducer whose connections go through the proxy. The product itself leaves proxies alone."""
-    import shuffle.flight
     import shuffle.statestore.remote.lane_client
+    import shuffle.support.flight
 
     die_with_parent(int(arguments[0]))
-    options = shuffle.flight._CHANNEL_OPTIONS
+    options = shuffle.support.flight._CHANNEL_OPTIONS
     options[:] = [(name, 1 if name == "grpc.enable_http_proxy" else value) for name, value in options]
     vars(shuffle.statestore.remote.lane_client)["socket"] = Tunnels(os.environ[PROXY_VARIABLE])
     sys.argv[:] = list(arguments[1:])
@@ -156,7 +156,7 @@ class Chaos:
 
     def _start_store(self) -> subprocess.Popen[bytes]:
         arguments = ["statestore", "--path", str(self.disk.path / "store"), "--listen", self.listen]
-        return self._popen("store", ["shuffle.launch", str(os.getpid()), *arguments])
+        return self._popen("store", ["shuffle.run.launch", str(os.getpid()), *arguments])
 
     def _start_worker(self, role: str, index: int) -> subprocess.Popen[bytes]:
         arguments = ["perf.chaos", "--worker", str(os.getpid()), role, str(self.spec), "--index", str(index)]

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from examples.activity import TABLE
 from shuffle.errors import ShuffleError
-from shuffle.launch import die_with_parent
+from shuffle.run.launch import die_with_parent
 from shuffle.statestore import StateClient
 from shuffle.statestore.codec.small_batch import FEW_ROWS
 

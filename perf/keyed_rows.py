@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from shuffle import AggregateReducer, Count, HashMapper
-from shuffle.aggregates import Aggregate
+from shuffle.jobs.aggregates import Aggregate
 from shuffle.statestore import StateClient
 
 SCHEMA = pa.schema([("key", pa.int32()), ("payload", pa.binary())])

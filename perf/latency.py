@@ -31,10 +31,10 @@ from examples.activity import CountByUser
 from examples.local import LocalSystem, workers
 from perf import raw_flight, report
 from perf.workload import SCHEMA, Workload
-from shuffle import flight
 from shuffle.api import WorkerSpec
 from shuffle.errors import ShuffleError
 from shuffle.statestore import StateClient, Transaction
+from shuffle.support import flight
 
 PROCESSOR = "latency"
 QUEUE = "paced"

@@ -19,8 +19,8 @@ from typing import Any
 import pyarrow as pa
 
 from perf.workload import SCHEMA, Workload
-from shuffle import flight
 from shuffle.partition import hash_partition, split_by_partition
+from shuffle.support import flight
 
 START_TIMEOUT_S = 60.0
 STREAM_TIMEOUT_S = 120.0

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from shuffle import flight
 from shuffle.discovery import mappers_group, reducers_group
 from shuffle.errors import ShuffleError
 from shuffle.statestore import Member, StateClient
+from shuffle.support import flight
 
 PERIOD_S = 0.5
 ASK_TIMEOUT_S = 1.0

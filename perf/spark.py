@@ -44,11 +44,11 @@ from examples.spark_pipeline import Mappers
 from perf import report
 from perf.spark_bare import BareSource
 from perf.workload import Workload, difference, oracle
-from shuffle.config import load_spec
 from shuffle.errors import ShuffleError
 from shuffle.spark_connector import reduce_stream
 from shuffle.spark_connector.clients import StoreHandle
 from shuffle.spark_connector.processor import Processor
+from shuffle.spec.config import load_spec
 from shuffle.statestore import StateClient
 
 MB = 1_000_000

@@ -33,11 +33,11 @@ from perf import raw_flight, report, statestore_scan
 from perf.raw_rocks import RawRocks
 from perf.statestore_clients import SMALL_KEY, SMALL_TABLE, SMALL_VALUE, clients, small_row
 from perf.workload import SCHEMA, Workload
-from shuffle import flight
 from shuffle.errors import ShuffleError
 from shuffle.statestore import StateClient
 from shuffle.statestore.codec.arrow_bytes import listed
 from shuffle.statestore.codec.sorted_table import Table
+from shuffle.support import flight
 
 MB = 1_000_000
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from examples.local import LocalSystem
 from perf import report
-from shuffle import launch
 from shuffle.errors import ShuffleError
-from shuffle.mapper.spill_store import spill_queue
+from shuffle.mapper.spill.store import spill_queue
+from shuffle.run import launch
 from shuffle.statestore import StateClient
 
 MAPPERS, REDUCERS = 4, 8

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Sequence
 
-from shuffle.footprint import keep_freed, keep_small, share_freed
+from shuffle.support.process_memory import keep_freed, keep_small, share_freed
 
 SPARE_BYTES = 64 << 20
 """As much as one batch for ``reduce`` may have, by default."""
@@ -20,10 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keep_small()
 
     from shuffle.cli import report
-    from shuffle.config import load_spec
     from shuffle.errors import ShuffleError
-    from shuffle.logs import setup_logging
     from shuffle.reducer.daemon import run
+    from shuffle.spec.config import load_spec
+    from shuffle.support.logs import setup_logging
 
     try:
         spec = load_spec(options.spec)
@@ -44,6 +44,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    from shuffle.vital_threads import leave
+    from shuffle.support.vital_threads import leave
 
     leave(main())

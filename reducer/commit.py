@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from shuffle import crash_points
+from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import CommitConflict, SplitBrain
 from shuffle.ids import ReducerIndex
 from shuffle.reducer.core import Work
 from shuffle.reducer.reduce import Reduced
-from shuffle.reducer.state import ReducerState
 from shuffle.statestore import StateClient
+from shuffle.support import crash_points
 
 
 class Committer:

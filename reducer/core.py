@@ -27,9 +27,9 @@ from enum import Enum
 
 import pyarrow as pa
 
+from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import ShuffleError
 from shuffle.ids import MapperIndex, ShuffleIndex
-from shuffle.reducer.state import ReducerState
 
 SETTLING_WAIT_MS = 250
 """The long poll while rows of that mapper are still on their way to a commit, which it hears of with the next request.

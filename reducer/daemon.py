@@ -14,10 +14,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar
 
-from shuffle import crash_points
 from shuffle.api import Reducer, WorkerSpec
-from shuffle.config import ProcessorSpec, check_against_store, load_class
 from shuffle.discovery import MapperDirectory, Membership, reducers_group
+from shuffle.durable.query_lease import refuse_beside_query
+from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import (
     BadInput,
     CommitConflict,
@@ -35,21 +35,21 @@ from shuffle.errors import (
     UserCodeError,
 )
 from shuffle.ids import MapperIndex, ReducerIndex, new_guid
-from shuffle.library import check_config
-from shuffle.logs import get_logger
+from shuffle.jobs.library import check_config
 from shuffle.metrics import ReducerMetrics, serve_metrics
-from shuffle.poison import is_transient, place_of, reason_of
-from shuffle.queries import refuse_beside_query
-from shuffle.reducer.backoff import Backoff
 from shuffle.reducer.commit import Committer
 from shuffle.reducer.core import Limits, ReducerCore, Settled, Work
 from shuffle.reducer.fetch import Fetcher, RowLocator
-from shuffle.reducer.known import KnowingClient, KnownRows
-from shuffle.reducer.pipeline import Pipeline
 from shuffle.reducer.reduce import Reduced, ReduceStage, user_code_error
-from shuffle.reducer.state import ReducerState
+from shuffle.reducer.row_cache import KnowingClient, KnownRows
+from shuffle.reducer.shared_core import Pipeline
+from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
 from shuffle.statestore import StateClient
-from shuffle.vital_threads import start_vital
+from shuffle.support import crash_points
+from shuffle.support.logs import get_logger
+from shuffle.support.retry import Backoff
+from shuffle.support.vital_threads import start_vital
+from shuffle.user_code.poison import is_transient, place_of, reason_of
 
 CONFLICTS_MAX = 50
 """Conflicts of one work in a row. Races are lost a few times; with waits that grow, fifty is not a race but a fault."""

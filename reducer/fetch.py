@@ -12,19 +12,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shuffle import crash_points, flight
 from shuffle.discovery import MapperAddress, MapperDirectory
 from shuffle.errors import NotServed, RowsGone, ShuffleError, StaleMapper, TooLarge
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.limits import BATCH_BYTES_MAX
-from shuffle.logs import get_logger
 from shuffle.messages import BatchTail, GetRows
 from shuffle.metrics import ReducerMetrics
-from shuffle.reducer.backoff import Backoff
 from shuffle.reducer.core import FetchPlan, Part
-from shuffle.reducer.pipeline import Pipeline
-from shuffle.reducer.stream import Answer, RowStream
-from shuffle.vital_threads import start_vital
+from shuffle.reducer.exchange import Answer, RowStream
+from shuffle.reducer.shared_core import Pipeline
+from shuffle.support import crash_points, flight
+from shuffle.support.logs import get_logger
+from shuffle.support.retry import Backoff
+from shuffle.support.vital_threads import start_vital
 
 ANSWER_S_MAX = 6.0
 """Time for an answer beyond the long poll that was asked for. A mapper that needs more is as good as gone."""

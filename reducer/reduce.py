@@ -11,7 +11,9 @@ import pyarrow as pa
 from shuffle.api import Reducer
 from shuffle.errors import UserCodeError
 from shuffle.ids import ReducerIndex, ShuffleIndex
-from shuffle.poison import (
+from shuffle.reducer.core import Part, Work
+from shuffle.statestore import StateClient, Transaction
+from shuffle.user_code.poison import (
     DEAD_LETTER_SCHEMA,
     PoisonRow,
     dead_letters,
@@ -21,8 +23,6 @@ from shuffle.poison import (
     reason_of,
     split_rows,
 )
-from shuffle.reducer.core import Part, Work
-from shuffle.statestore import StateClient, Transaction
 
 RANGES_SHOWN_MAX = 8
 """Mappers whose positions an error names; the rest are counted."""

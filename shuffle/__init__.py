@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shuffle.aggregates import Count, Last, Max, Min, Sum
     from shuffle.api import Mapper, PartitionedRowset, Reducer
     from shuffle.errors import ShuffleError
-    from shuffle.library import AggregateReducer, HashMapper
+    from shuffle.jobs.aggregates import Count, Last, Max, Min, Sum
+    from shuffle.jobs.library import AggregateReducer, HashMapper
     from shuffle.mapper.reader import PartitionReader
     from shuffle.partition import hash_partition
 
@@ -35,10 +35,10 @@ __all__ = [
 
 _MODULES = {
     "shuffle.mapper.reader": ("PartitionReader",),
-    "shuffle.aggregates": ("Count", "Last", "Max", "Min", "Sum"),
+    "shuffle.jobs.aggregates": ("Count", "Last", "Max", "Min", "Sum"),
     "shuffle.api": ("Mapper", "PartitionedRowset", "Reducer"),
     "shuffle.errors": ("ShuffleError",),
-    "shuffle.library": ("AggregateReducer", "HashMapper"),
+    "shuffle.jobs.library": ("AggregateReducer", "HashMapper"),
     "shuffle.partition": ("hash_partition",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeAlias
 
-from shuffle.footprint import keep_small
+from shuffle.support.process_memory import keep_small
 
 if TYPE_CHECKING:
-    from shuffle.controller import RunOptions
+    from shuffle.run.controller import RunOptions
 
 EXIT_FAILED = 1
 """It failed; the line after ``error:`` on stderr says why."""
@@ -238,7 +238,7 @@ def _add_dead_letters(commands: _Commands, given: str) -> None:
         "shuffle dead-letters job.yaml drop --yes",
     )
     if given == "dead-letters":
-        from shuffle import dead_letters_command
+        from shuffle.run import dead_letters_command
 
         parser.add_argument("spec", metavar="SPEC", help="the processor's spec, a YAML file")
         dead_letters_command.add_parsers(parser)
@@ -256,12 +256,12 @@ def _seconds(text: str) -> float:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from shuffle.config import load_spec
-    from shuffle.controller import run
     from shuffle.errors import SpecError
-    from shuffle.logs import setup_logging
-    from shuffle.patience import say_on_stderr
-    from shuffle.running import only_run
+    from shuffle.run.controller import run
+    from shuffle.run.run_lock import only_run
+    from shuffle.spec.config import load_spec
+    from shuffle.support.logs import setup_logging
+    from shuffle.support.slow_wait import say_on_stderr
 
     spec = load_spec(options.spec)
     if options.master is not None and options.engine != "spark":
@@ -283,7 +283,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _run_options(options: argparse.Namespace, screen: bool) -> RunOptions:
-    from shuffle.controller import RunOptions
+    from shuffle.run.controller import RunOptions
 
     return RunOptions(
         until_drained=options.until_drained,
@@ -295,12 +295,12 @@ def _run_options(options: argparse.Namespace, screen: bool) -> RunOptions:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from shuffle.check import check_map, describe
-    from shuffle.config import check_against_store, load_spec
-    from shuffle.controller import not_deterministic
     from shuffle.errors import SpecError
-    from shuffle.serving import log_folder, opened, require_store, served_store
-    from shuffle.supervisor import Supervisor
+    from shuffle.run.controller import not_deterministic
+    from shuffle.run.determinism import check_map, describe
+    from shuffle.run.store_service import log_folder, opened, require_store, served_store
+    from shuffle.run.supervisor import Supervisor
+    from shuffle.spec.config import check_against_store, load_spec
 
     given = load_spec(options.spec)
     require_store(given)
@@ -322,10 +322,10 @@ def _check(options: argparse.Namespace) -> int:
 def _status(options: argparse.Namespace) -> int:
     import json
 
-    from shuffle.config import load_spec
-    from shuffle.screen import print_status
-    from shuffle.serving import opened, require_store
-    from shuffle.status import collect
+    from shuffle.run.status import collect
+    from shuffle.run.store_service import opened, require_store
+    from shuffle.run.terminal import print_status
+    from shuffle.spec.config import load_spec
 
     spec = load_spec(options.spec)
     require_store(spec)
@@ -339,10 +339,10 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _top(options: argparse.Namespace) -> int:
-    from shuffle.config import load_spec
-    from shuffle.screen import show_again_and_again
-    from shuffle.serving import opened, require_store
-    from shuffle.status import StatusCollector
+    from shuffle.run.status import StatusCollector
+    from shuffle.run.store_service import opened, require_store
+    from shuffle.run.terminal import show_again_and_again
+    from shuffle.spec.config import load_spec
 
     spec = load_spec(options.spec)
     require_store(spec)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from shuffle.errors import Expired, ShuffleError
 from shuffle.ids import Guid, MapperIndex
-from shuffle.logs import get_logger
-from shuffle.vital_threads import OnDeath, start_vital
+from shuffle.support.logs import get_logger
+from shuffle.support.vital_threads import OnDeath, start_vital
 
 if TYPE_CHECKING:
     from shuffle.statestore import Lease, Member, StateClient

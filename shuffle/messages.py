@@ -18,7 +18,9 @@ from dataclasses import astuple, dataclass
 import pyarrow as pa
 
 from shuffle.errors import BadInput, TooLarge
-from shuffle.fields import (
+from shuffle.ids import Guid, ReducerIndex, ShuffleIndex
+from shuffle.limits import TICKET_BYTES_MAX, WAIT_MS_MAX
+from shuffle.support.fields import (
     UINT32_MAX,
     UINT64_MAX,
     check_fields,
@@ -30,9 +32,7 @@ from shuffle.fields import (
     shown,
     text,
 )
-from shuffle.ids import Guid, ReducerIndex, ShuffleIndex
-from shuffle.limits import TICKET_BYTES_MAX, WAIT_MS_MAX
-from shuffle.shared_memory import Note
+from shuffle.support.shared_memory import Note
 
 ROWS_EXCHANGE = b"getrows/1"
 NO_ROWS = b"."

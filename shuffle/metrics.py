@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
-from shuffle.vital_threads import OnDeath, start_vital
+from shuffle.support.vital_threads import OnDeath, start_vital
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram

@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 from pyspark import InheritableThread, TaskContext
 from pyspark.sql import SparkSession
 
-from shuffle.check import check_map
-from shuffle.config import ProcessorSpec, check_against_store
-from shuffle.controller import (
+from shuffle.durable.query_lease import refuse_beside_query
+from shuffle.errors import ShuffleError, SpecError, StoreUnavailable
+from shuffle.run.controller import (
     RunOptions,
     drain_goal,
     log_folder,
@@ -31,11 +31,11 @@ from shuffle.controller import (
     not_deterministic,
     served_store,
 )
-from shuffle.errors import ShuffleError, SpecError, StoreUnavailable
-from shuffle.logs import setup_logging
-from shuffle.queries import refuse_beside_query
+from shuffle.run.determinism import check_map
+from shuffle.run.supervisor import Supervisor
+from shuffle.spec.config import ProcessorSpec, check_against_store
 from shuffle.statestore import StateClient
-from shuffle.supervisor import Supervisor
+from shuffle.support.logs import setup_logging
 
 SLOTS_WAIT_S = 60.0
 """How long the executors may take to come up."""

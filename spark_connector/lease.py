@@ -25,9 +25,7 @@ from typing import Any
 
 from pyspark import TaskContext
 
-from shuffle.errors import BadInput, CommitConflict, CommitUnknown, Expired, ShuffleError, SplitBrain
-from shuffle.ids import new_guid
-from shuffle.queries import (
+from shuffle.durable.query_lease import (
     QueryHolder,
     has_lease,
     holder_key,
@@ -37,6 +35,8 @@ from shuffle.queries import (
     query_group,
     stored_holder,
 )
+from shuffle.errors import BadInput, CommitConflict, CommitUnknown, Expired, ShuffleError, SplitBrain
+from shuffle.ids import new_guid
 from shuffle.spark_connector.processor import Processor
 from shuffle.spark_connector.waiting import say
 from shuffle.statestore import Lease, StateClient

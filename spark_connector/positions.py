@@ -19,11 +19,11 @@ from typing import Any
 import pyarrow as pa
 
 from shuffle.discovery import reducers_group
+from shuffle.durable.mapper_state import lookup_state
+from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import BadInput, RowsGone
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
-from shuffle.mapper.spill_store import done_row_indexes
-from shuffle.mapper.state import lookup_state
-from shuffle.reducer.state import ReducerState
+from shuffle.mapper.spill.store import done_row_indexes
 from shuffle.spark_connector.lease import QueryLease
 from shuffle.spark_connector.offsets import Indexes
 from shuffle.spark_connector.processor import Processor, Shape

@@ -12,17 +12,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from shuffle import flight
 from shuffle.discovery import MapperAddress, arrange_mappers, mappers_group
+from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import BadInput, NotServed, RowsGone, ShuffleError, StaleMapper, StoreUnavailable, UnknownTable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
 from shuffle.messages import GetRows
 from shuffle.reducer.fetch import get_rows
-from shuffle.reducer.state import ReducerState
 from shuffle.spark_connector.clients import RETRY_S_MAX, RETRY_S_MIN, StoreHandle
 from shuffle.spark_connector.waiting import Waiting
 from shuffle.statestore import StateClient
+from shuffle.support import flight
 
 ASK_TIMEOUT_S = 5.0
 FETCH_ROWS = 262_144

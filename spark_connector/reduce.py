@@ -22,7 +22,6 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from pyspark.sql.types import StructType
 
 from shuffle.api import WorkerSpec
-from shuffle.config import ProcessorSpec, check_against_store, load_class
 from shuffle.errors import (
     BadInput,
     CommitConflict,
@@ -35,9 +34,8 @@ from shuffle.errors import (
     UserCodeError,
 )
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex, new_guid
-from shuffle.library import check_config
-from shuffle.mapper.spill_store import done_row_indexes
-from shuffle.poison import is_transient, place_of, reason_of
+from shuffle.jobs.library import check_config
+from shuffle.mapper.spill.store import done_row_indexes
 from shuffle.reducer.commit import Committer
 from shuffle.reducer.core import ReducerCore, Settled, Work
 from shuffle.reducer.daemon import CONFLICTS_MAX, LASTING, limits_of
@@ -48,7 +46,9 @@ from shuffle.spark_connector.options import Options
 from shuffle.spark_connector.processor import Processor, Produced
 from shuffle.spark_connector.source import DriverSide, ReducerPart, StreamReaderBase, source_processor
 from shuffle.spark_connector.types import arrow_schema, as_schema, spark_schema
+from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
 from shuffle.statestore import StateClient
+from shuffle.user_code.poison import is_transient, place_of, reason_of
 
 SUMMARY_SCHEMA = pa.schema(
     [

@@ -18,6 +18,7 @@ from pyspark.sql.types import StructType
 
 from shuffle.errors import BadInput, SchemaMismatch, TooLarge
 from shuffle.limits import KEY_GROUPS_DEFAULT, TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
+from shuffle.partition.xxhash64 import hashable
 from shuffle.spark_connector.clients import StoreHandle
 from shuffle.spark_connector.lease import QUERY_ID
 from shuffle.spark_connector.options import TIMEOUT_S_DEFAULT, Options, state_of
@@ -33,7 +34,6 @@ from shuffle.spark_connector.types import arrow_schema, as_schema, check_fits
 from shuffle.statestore import StateClient, TableSchema
 from shuffle.statestore.codec.sorted_table import Table
 from shuffle.statestore.engine.staged import STAGED_TTL_MS_DEFAULT
-from shuffle.xxhash64 import hashable
 
 BATCH_ID = "streaming.sql.batchId"
 

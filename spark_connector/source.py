@@ -33,7 +33,6 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from shuffle.config import ProcessorSpec, load_spec
 from shuffle.errors import BadInput, StoreUnavailable
 from shuffle.messages import METADATA_FIELDS
 from shuffle.spark_connector.clients import StoreHandle
@@ -45,6 +44,7 @@ from shuffle.spark_connector.processor import Processor, Produced
 from shuffle.spark_connector.types import arrow_schema, as_schema, check_wanted, spark_schema
 from shuffle.spark_connector.waiting import Waiting
 from shuffle.spark_connector.watch import POLL_S, Goal, MapperWatch
+from shuffle.spec.config import ProcessorSpec, load_spec
 
 METADATA_COLUMNS = {
     field.name.removeprefix("_"): field

@@ -1,6 +1,6 @@
 """``python -m statestore``: the store as a daemon."""
 
-from shuffle.footprint import keep_small
+from shuffle.support.process_memory import keep_small
 
 keep_small()
 

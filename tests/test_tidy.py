@@ -34,7 +34,7 @@ FUNCTION_LINES_MAX = 70
 
 IMPORTED_ONLY_BY: dict[str, set[str]] = {
     "rocksdict": {"statestore/local/rocks.py", "perf/raw_rocks.py"},
-    "pyarrow.flight": {"shuffle/flight.py"},
+    "pyarrow.flight": {"shuffle/support/flight.py"},
 }
 """Libraries with traps are behind one module each, which is where the traps are dealt with."""
 
@@ -49,9 +49,9 @@ PURE_MODULES = (
     "mapper/window.py",
     "mapper/bucket.py",
     "mapper/core.py",
-    "mapper/spill.py",
-    "mapper/spilling.py",
-    "mapper/stragglers.py",
+    "mapper/spill/spill.py",
+    "mapper/spill/policy.py",
+    "mapper/spill/stragglers.py",
     "reducer/core.py",
     "statestore/engine/conflicts.py",
     "statestore/engine/leases.py",

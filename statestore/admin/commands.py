@@ -20,10 +20,10 @@ from rich.text import Text
 
 from shuffle.discovery import mappers_group
 from shuffle.errors import BadInput, ShuffleError, StoreUnavailable, UnknownTable
-from shuffle.patience import told
 from shuffle.statestore.admin.text import QueueRows, TextRows, json_rows, parse_bound, printable
 from shuffle.statestore.client.queue_consumers import queue_consumers, release_consumer
 from shuffle.statestore.codec.column_types import is_text_or_bytes
+from shuffle.support.slow_wait import told
 
 if TYPE_CHECKING:
     import pyarrow as pa

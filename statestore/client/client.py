@@ -16,7 +16,6 @@ from typing import Any
 import pyarrow as pa
 
 from shuffle.errors import BadInput, ShuffleError, StoreLocked, TooLarge, UnknownTable
-from shuffle.fields import whole
 from shuffle.limits import BATCH_BYTES_MAX, MIB
 from shuffle.statestore.client.transaction import Snapshot, Transaction, encoded_append, payloads
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
@@ -28,6 +27,7 @@ from shuffle.statestore.local.store_folder import folder_path, served_at
 from shuffle.statestore.request import Append, CommitRequest, CreateQueue, CreateTable, Drop, Trim
 from shuffle.statestore.store import Moment, QueueRead, Store
 from shuffle.statestore.wire.operations import check_section
+from shuffle.support.fields import whole
 
 READ_ROWS_DEFAULT = 65_536
 READ_BYTES_DEFAULT = 16 * MIB

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from shuffle.errors import BadInput, TooLarge, UnknownTable
-from shuffle.fields import whole
 from shuffle.limits import BATCH_ROWS_MAX, MIB, TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
 from shuffle.statestore.client.scan import Chunk, overlaid, scan_chunks, split_ranges
 from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of, in_order, listed, no_values
@@ -24,6 +23,7 @@ from shuffle.statestore.engine.conflicts import KeyRange
 from shuffle.statestore.request import Append, CommitRequest, Committed, Expect, Publish, Reads, TableWrite, Trim
 from shuffle.statestore.store import Moment, Store
 from shuffle.statestore.wire.operations import check_section
+from shuffle.support.fields import whole
 
 if TYPE_CHECKING:
     from shuffle.statestore.client.client import StateClient

@@ -17,11 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shuffle import crash_points
 from shuffle.errors import BadInput, DiskFull, OutOfRange, ShuffleError, StoreError, TooLarge, one_line
 from shuffle.errors import CommitConflict as Conflict
 from shuffle.limits import MIB, TRANSACTION_APPENDS_MAX, TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
-from shuffle.logs import get_logger
 from shuffle.statestore.codec.arrow_bytes import listed, nulls_in
 from shuffle.statestore.engine.catalogue import CATALOGUE_PREFIX, Catalogue, CatalogueStep, table_prefix
 from shuffle.statestore.engine.commit_group import Checked, Group, Span
@@ -42,6 +40,8 @@ from shuffle.statestore.request import (
     check_published_once,
     check_sequences,
 )
+from shuffle.support import crash_points
+from shuffle.support.logs import get_logger
 
 VERSION_KEY = b"\0v"
 STORE_ID_KEY = b"\0s"

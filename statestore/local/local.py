@@ -17,7 +17,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from shuffle import crash_points
 from shuffle.errors import (
     BadInput,
     CommitUnknown,
@@ -30,7 +29,6 @@ from shuffle.errors import (
     one_line,
 )
 from shuffle.limits import BATCH_BYTES_MAX, MIB, TRANSACTION_BYTES_MAX, WAIT_MS_MAX
-from shuffle.logs import get_logger
 from shuffle.statestore.codec.arrow_bytes import Binary, listed
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.engine.catalogue import QueueEntry, TableEntry
@@ -45,7 +43,9 @@ from shuffle.statestore.local.segment_files import map_range
 from shuffle.statestore.local.store_folder import StoreFolder, folder_path
 from shuffle.statestore.request import Append, CatalogueChange, CommitRequest, Committed, counted
 from shuffle.statestore.store import Moment, QueueRead
-from shuffle.vital_threads import start_vital
+from shuffle.support import crash_points
+from shuffle.support.logs import get_logger
+from shuffle.support.vital_threads import start_vital
 
 SCAN_BYTES_MAX = 16 * MIB
 """Bytes in one chunk of a scan."""

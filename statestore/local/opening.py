@@ -15,13 +15,13 @@ import uuid
 from dataclasses import dataclass
 
 from shuffle.errors import CorruptData, ShuffleError
-from shuffle.logs import get_logger
 from shuffle.statestore.engine.engine import STORE_ID_KEY, VERSION_KEY, Engine
 from shuffle.statestore.local.marker import FILE as MARKER_FILE
 from shuffle.statestore.local.marker import Marker
 from shuffle.statestore.local.rocks import Rocks, has_database, look
 from shuffle.statestore.local.segment_files import SegmentDisk
 from shuffle.statestore.local.store_folder import PRIVATE_FOLDER, StoreFolder
+from shuffle.support.logs import get_logger
 
 FORMAT_WITH_MARKER = 2
 

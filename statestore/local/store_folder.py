@@ -21,8 +21,8 @@ import re
 from pathlib import Path
 
 from shuffle.errors import BadInput, CorruptData, FormatTooNew, StoreError, StoreLocked, StoreNotWritable
-from shuffle.logs import get_logger
 from shuffle.statestore.local.marker import PRIVATE_FILE, write_whole
+from shuffle.support.logs import get_logger
 
 FORMAT = 2
 """1 had no marker. Code of that time would not notice a database that is missing, so it must not open this."""

@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from shuffle import flight
 from shuffle.errors import BadInput, StoreUnavailable
+from shuffle.support import flight
 
 RECONNECT_S_MAX = 1.5
 """How long a call waits for a daemon that could not be reached the last time: it may be on its way up."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from shuffle import flight
 from shuffle.errors import BadInput, ShuffleError, StoreUnavailable, TooBusy, from_wire
 from shuffle.limits import ANSWER_HEADER_BYTES_MAX
 from shuffle.statestore.wire.messages import (
@@ -25,7 +24,8 @@ from shuffle.statestore.wire.messages import (
     rows_in,
 )
 from shuffle.statestore.wire.operations import check_answer
-from shuffle.vital_threads import OnDeath, start_vital
+from shuffle.support import flight
+from shuffle.support.vital_threads import OnDeath, start_vital
 
 Answer = tuple[Header, Rows | None]
 

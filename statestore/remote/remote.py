@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from shuffle import flight
 from shuffle.errors import BadInput, CommitUnknown, Expired, ShuffleError, StoreUnavailable, ThreadDied
 from shuffle.limits import MIB, WAIT_MS_MAX
 from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of
@@ -31,7 +30,8 @@ from shuffle.statestore.request import CatalogueChange, CommitRequest, Committed
 from shuffle.statestore.store import Moment, QueueRead
 from shuffle.statestore.wire.lane_frames import is_small
 from shuffle.statestore.wire.messages import Header, Rows, as_values, encode_commit, pack_sections, rows_of
-from shuffle.vital_threads import start_vital
+from shuffle.support import flight
+from shuffle.support.vital_threads import start_vital
 
 T = TypeVar("T")
 

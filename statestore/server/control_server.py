@@ -30,8 +30,6 @@ from shuffle.errors import (
     UnknownTable,
     one_line,
 )
-from shuffle.fields import Field, check_fields, shown
-from shuffle.flight import short_wire
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.local.local import LocalStore
 from shuffle.statestore.request import CreateQueue, CreateTable, Drop
@@ -39,7 +37,9 @@ from shuffle.statestore.server.session_registry import Held
 from shuffle.statestore.wire.operations import CONTROL
 from shuffle.statestore.wire.proto import control_pb2 as pb
 from shuffle.statestore.wire.proto import control_pb2_grpc
-from shuffle.vital_threads import alive
+from shuffle.support.fields import Field, check_fields, shown
+from shuffle.support.flight import short_wire
+from shuffle.support.vital_threads import alive
 
 T = TypeVar("T")
 

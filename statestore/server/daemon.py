@@ -11,9 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from shuffle import flight
 from shuffle.errors import BadInput, ShuffleError
-from shuffle.logs import get_logger, setup_logging
 from shuffle.statestore.local.local import LocalStore
 from shuffle.statestore.local.store_folder import folder_path
 from shuffle.statestore.server.control_server import ControlPlane, Health, check_listen, control_server
@@ -23,7 +21,9 @@ from shuffle.statestore.server.headroom import check_headroom
 from shuffle.statestore.server.lane_server import Lane
 from shuffle.statestore.server.session_registry import Held
 from shuffle.statestore.wire.proto import control_pb2 as pb
-from shuffle.vital_threads import end_process
+from shuffle.support import flight
+from shuffle.support.logs import get_logger, setup_logging
+from shuffle.support.vital_threads import end_process
 
 OPEN_FILES = 16_384
 """File numbers that this process asks for, if the system lets it have them: for as many connections, streams and files

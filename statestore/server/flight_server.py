@@ -7,12 +7,12 @@ from typing import Any
 import pyarrow as pa
 
 from shuffle.errors import BadInput
-from shuffle.fields import shown
-from shuffle.flight import FlightServerBase, check_schema, read_chunk
-from shuffle.places import Places, machine_of
 from shuffle.statestore.server.handlers import Answer, Questions
 from shuffle.statestore.wire.messages import EXCHANGE, FRAME, check_frame, decode_header, encode_header, frame, rows_in
 from shuffle.statestore.wire.operations import check_question
+from shuffle.support.fields import shown
+from shuffle.support.flight import FlightServerBase, check_schema, read_chunk
+from shuffle.support.slots import Places, machine_of
 
 STREAMS_MAX = 1024
 """Streams that are open at once; each is a thread here, whether anything is asked on it or not."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shuffle.errors import BadInput, CommitConflict, ShuffleError, StoreUnavailable, one_line, to_wire
-from shuffle.logs import get_logger
 from shuffle.statestore.codec.arrow_bytes import listed, nulls_in
 from shuffle.statestore.engine.commit_group import Span
 from shuffle.statestore.local.local import LocalStore
@@ -13,6 +12,7 @@ from shuffle.statestore.request import CommitRequest, Committed
 from shuffle.statestore.server.session_registry import Held
 from shuffle.statestore.store import Moment
 from shuffle.statestore.wire.messages import Header, Rows, as_buffers, decode_commit, rows_of, unpack_sections
+from shuffle.support.logs import get_logger
 
 Answer = tuple[Header, Rows | None]
 

@@ -18,7 +18,7 @@ to write to it (``sending``): then whoever writes last closes it. Else an answer
 made since under the same number.
 
 Whatever goes wrong with what is done for one connection ends that connection alone (``_failed``). What goes wrong
-elsewhere ends this thread, and that is not kept a secret (``shuffle.vital_threads``).
+elsewhere ends this thread, and that is not kept a secret (``shuffle.support.vital_threads``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from typing import Any
 
 from shuffle.errors import BadInput, ShuffleError, TooLarge
 from shuffle.limits import KIB
-from shuffle.logs import get_logger
 from shuffle.statestore.engine.commit_group import Span
 from shuffle.statestore.local.commit_queue import Pending
 from shuffle.statestore.local.local import LocalStore
@@ -60,7 +59,8 @@ from shuffle.statestore.wire.lane_frames import (
 )
 from shuffle.statestore.wire.messages import Header, Rows
 from shuffle.statestore.wire.operations import check_question
-from shuffle.vital_threads import OnDeath, start_vital
+from shuffle.support.logs import get_logger
+from shuffle.support.vital_threads import OnDeath, start_vital
 
 CARRIERS = 4
 """Threads that send rows of queues: so many reads may wait for the disk at once."""

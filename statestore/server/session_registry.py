@@ -9,7 +9,7 @@ from shuffle.errors import ShuffleError
 from shuffle.statestore.engine.sessions import Sessions
 from shuffle.statestore.local.local import LocalStore
 from shuffle.statestore.store import Moment
-from shuffle.vital_threads import start_vital
+from shuffle.support.vital_threads import start_vital
 
 
 class Held:

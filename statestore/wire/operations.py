@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from shuffle.errors import BadInput
-from shuffle.fields import (
+from shuffle.limits import (
+    BATCH_BYTES_MAX,
+    MIB,
+    NAME_BYTES_MAX,
+    STAGED_TTL_MS_MAX,
+    WAIT_MS_MAX,
+)
+from shuffle.support.fields import (
     INT64_MIN,
     UINT32_MAX,
     UINT64_MAX,
@@ -23,13 +30,6 @@ from shuffle.fields import (
     number,
     shown,
     text,
-)
-from shuffle.limits import (
-    BATCH_BYTES_MAX,
-    MIB,
-    NAME_BYTES_MAX,
-    STAGED_TTL_MS_MAX,
-    WAIT_MS_MAX,
 )
 
 SCAN_ROWS_MAX = 1_000_000

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from shuffle.ids import Token
-from shuffle.mapper.folder import FolderReader
 from shuffle.mapper.reader import START, PartitionReader, QueueReader, decode_position, encode_position
+from shuffle.mapper.readers.folder import FolderReader
 from shuffle.statestore import StateClient
 
 SCHEMA = pa.schema([("n", pa.int64()), ("s", pa.string())])

@@ -20,12 +20,12 @@ import grpc
 import pyarrow as pa
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shuffle import flight
 from shuffle.discovery import MapperAddress, arrange_mappers
 from shuffle.errors import ShuffleError
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.messages import GetRows
 from shuffle.statestore import StateClient
+from shuffle.support import flight
 from tests.daemons import StoreProcess
 from tests.fuzz import job as jobs
 from tests.fuzz.findings import Problem

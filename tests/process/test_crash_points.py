@@ -23,9 +23,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from shuffle.crash_points import ENVIRONMENT, POINTS
 from shuffle.errors import CommitConflict, CommitUnknown, ShuffleError, StoreError
 from shuffle.statestore import StateClient
+from shuffle.support.crash_points import ENVIRONMENT, POINTS
 from tests.daemons import ROOT, environment
 
 NUMBERS = pa.schema([("n", pa.int64())])
@@ -272,7 +272,7 @@ def test_every_place_in_the_code_has_a_name_in_the_list_and_the_other_way_round(
 
 def test_unknown_place_is_refused_before_anything_starts() -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", "import shuffle.crash_points"],
+        [sys.executable, "-c", "import shuffle.support.crash_points"],
         env={**environment(), ENVIRONMENT: "mapper.nowhere"},
         capture_output=True,
         text=True,

@@ -58,6 +58,6 @@ def test_demo_interrupted_during_the_run_leaves_nothing_behind(tmp_path: Path, n
 
 def _is_ours(pid: int) -> bool:
     try:
-        return b"shuffle.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"shuffle.run.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:
         return False

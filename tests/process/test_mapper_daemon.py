@@ -12,15 +12,15 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from shuffle import flight
 from shuffle.discovery import MapperAddress, arrange_mappers
+from shuffle.durable.mapper_state import MapperState, lookup_state
+from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import BadInput, NotServed, RowsGone, ShuffleError, StaleMapper, StoreUnavailable
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
-from shuffle.mapper.state import MapperState, lookup_state
 from shuffle.messages import BatchTail, GetRows
-from shuffle.poison import decode_row
-from shuffle.reducer.state import ReducerState
 from shuffle.statestore import StateClient
+from shuffle.support import flight
+from shuffle.user_code.poison import decode_row
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

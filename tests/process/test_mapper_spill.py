@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from shuffle import flight
-from shuffle.config import load_spec
-from shuffle.controller import spilled_partitions
-from shuffle.mapper.spill_store import spill_queue
+from shuffle.mapper.spill.store import spill_queue
+from shuffle.run.controller import spilled_partitions
+from shuffle.spec.config import load_spec
+from shuffle.support import flight
 from tests.process.test_mapper_daemon import World
 from tests.waiting import wait_until
 
@@ -24,7 +24,7 @@ SPEC = "spill: {age: 20ms, memory_share: 0.1, reducers_done_share: 0.5, compress
 DYING = """
 import os, runpy, signal, sys
 point = sys.argv.pop(1)
-import shuffle.mapper.spill_store as spill_store, shuffle.mapper.trim as trim
+import shuffle.mapper.spill.store as spill_store, shuffle.mapper.trim as trim
 store, trimmer = spill_store.SpillStore, trim.Trimmer
 
 def die(*args, **kwargs):

@@ -9,12 +9,12 @@ import pyarrow as pa
 import pytest
 
 from shuffle.api import Reducer, WorkerSpec
+from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE
 from shuffle.errors import CommitConflict, SplitBrain, StoreUnavailable, UserCodeError
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.reducer.commit import Committer
 from shuffle.reducer.core import Limits, ReducerCore, Settled, Work
 from shuffle.reducer.reduce import Reduced, ReduceStage
-from shuffle.reducer.state import REDUCERS_KEY, REDUCERS_VALUE
 from shuffle.statestore import StateClient, Transaction
 
 R0, M0 = ReducerIndex(0), MapperIndex(0)

@@ -16,10 +16,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import ShuffleError
-from shuffle.poison import decode_row
-from shuffle.reducer.state import ReducerState
 from shuffle.statestore import StateClient
+from shuffle.user_code.poison import decode_row
 from tests.waiting import WAIT_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from shuffle.config import ProcessorSpec, load_spec
 from shuffle.errors import BadInput
-from shuffle.running import _leased, controllers_group, only_run
+from shuffle.run.run_lock import _leased, controllers_group, only_run
+from shuffle.spec.config import ProcessorSpec, load_spec
 from shuffle.statestore import StateClient
 from shuffle.statestore.local.store_folder import is_open
 from tests.daemons import StoreProcess, environment

@@ -123,8 +123,8 @@ def children_of(pid: int) -> dict[str, int]:
                 words = (entry / "cmdline").read_bytes().decode().split("\0")
             except (OSError, IndexError):
                 continue
-            if parent == pid and "shuffle.launch" in words:
-                role = words[words.index("shuffle.launch") + 2].removeprefix("shuffle.")
+            if parent == pid and "shuffle.run.launch" in words:
+                role = words[words.index("shuffle.run.launch") + 2].removeprefix("shuffle.")
                 index = words[words.index("--index") + 1] if "--index" in words else ""
                 found[f"{role} {index}".strip()] = int(entry.name)
     return found

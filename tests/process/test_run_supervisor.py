@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shuffle.supervisor import EXIT_USER_CODE, Child, RestartPolicy, Supervisor
+from shuffle.run.supervisor import EXIT_USER_CODE, Child, RestartPolicy, Supervisor
 from tests import waiting
 
 WAIT_S = 30.0
@@ -104,7 +104,7 @@ def test_children_die_with_a_controller_that_is_killed(tmp_path: Path, superviso
     script = textwrap.dedent("""
         import sys, time
         from pathlib import Path
-        from shuffle.supervisor import Child, Supervisor
+        from shuffle.run.supervisor import Child, Supervisor
         supervisor = Supervisor()
         child = supervisor.add(Child("sleeper", "sleeper_worker", lambda: [], Path(sys.argv[1]) / "orphan.log"))
         while b"up" not in child.log_path.read_bytes():

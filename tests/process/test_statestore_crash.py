@@ -22,8 +22,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from shuffle import flight
-from shuffle.controller import answering_address
 from shuffle.errors import (
     CommitConflict,
     CommitUnknown,
@@ -34,8 +32,10 @@ from shuffle.errors import (
     StoreUnavailable,
 )
 from shuffle.limits import MIB
+from shuffle.run.controller import answering_address
 from shuffle.spark_connector.clients import StoreHandle
 from shuffle.statestore import StateClient
+from shuffle.support import flight
 from tests.daemons import StoreProcess, environment, run_store, wait_until
 
 WRITERS = 16

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shuffle import flight
 from shuffle.errors import BadInput, CommitConflict, ShuffleError, from_wire
 from shuffle.statestore import StateClient
 from shuffle.statestore.codec.sorted_table import Table
@@ -29,6 +28,7 @@ from shuffle.statestore.wire.messages import (
     encode_header,
     frame,
 )
+from shuffle.support import flight
 from tests.daemons import StoreProcess
 from tests.process.test_statestore_lane import Talker, info
 from tests.raw_flight import Message, messages_of

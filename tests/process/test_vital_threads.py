@@ -22,7 +22,7 @@ from shuffle.statestore.local import local
 from shuffle.statestore.remote import flight_client, remote
 from shuffle.statestore.server import lane_server
 from shuffle.statestore.server.daemon import StoreDaemon
-from shuffle.vital_threads import start_vital
+from shuffle.support.vital_threads import start_vital
 from tests.daemons import StoreProcess, environment, wait_until
 
 NUMBERS = pa.schema([("n", pa.int64())])
@@ -109,8 +109,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ("mapper", "trim", "shuffle.mapper.trim:Trimmer.trim"),
         ("mapper", "membership-job/mappers", "shuffle.discovery:Membership._run"),
         ("mapper", "metrics", "socketserver:BaseServer.serve_forever"),
-        ("reducer", "fetch-0", "shuffle.reducer.pipeline:Pipeline.next_plan"),
-        ("reducer", "process", "shuffle.reducer.pipeline:Pipeline.next_work"),
+        ("reducer", "fetch-0", "shuffle.reducer.shared_core:Pipeline.next_plan"),
+        ("reducer", "process", "shuffle.reducer.shared_core:Pipeline.next_work"),
         ("reducer", "directory-job", "shuffle.discovery:MapperDirectory._run"),
         ("reducer", "membership-job/reducers", "shuffle.discovery:Membership._run"),
     ],
@@ -232,7 +232,7 @@ def test_whatever_a_thread_dies_of_is_told(error: BaseException) -> None:
 
 NOISY = """
 import sys, threading
-from shuffle.vital_threads import leave
+from shuffle.support.vital_threads import leave
 
 def write():
     while True:

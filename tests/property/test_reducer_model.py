@@ -16,9 +16,9 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shuffle.durable.reducer_state import ReducerState
 from shuffle.ids import MapperIndex, ShuffleIndex
 from shuffle.reducer.core import FetchPlan, Limits, ReducerCore, Settled, Work
-from shuffle.reducer.state import ReducerState
 
 Answer = list[tuple[pa.RecordBatch, ShuffleIndex]]
 Effect = tuple[int, int]

@@ -8,13 +8,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from shuffle.config import SpillSpec
+from shuffle.durable.mapper_state import MapperState
 from shuffle.errors import RowsGone, StoreUnavailable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.mapper.core import MapperCore, TrimPlan
-from shuffle.mapper.spill import SPILL_SCHEMA, Spill, SpillAnswer, SpillEnd, decode_batch, decode_heads, encode
-from shuffle.mapper.state import MapperState
+from shuffle.mapper.spill.spill import SPILL_SCHEMA, Spill, SpillAnswer, SpillEnd, decode_batch, decode_heads, encode
 from shuffle.messages import GetRows
+from shuffle.spec.config import SpillSpec
 from tests.property.test_window_model import LIMIT_BYTES, REDUCERS, InputRow, WindowModel, input_rows
 
 outcomes = st.sampled_from(["committed", "conflict", "unknown, happened", "unknown, did not happen"])

@@ -9,14 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from shuffle.durable.mapper_state import MapperState
 from shuffle.errors import FalseClaim, NotServed, RowsGone, SplitBrain, StoreUnavailable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.bucket import ServedBatch
 from shuffle.mapper.core import MappedBatch, MapperCore, TrimPlan
 from shuffle.mapper.mapping import cut
-from shuffle.mapper.state import MapperState
 from shuffle.messages import GetRows
-from shuffle.poison import dead_letters
+from shuffle.user_code.poison import dead_letters
 
 REDUCERS = 3
 SCHEMA = pa.schema([("v", pa.string())])

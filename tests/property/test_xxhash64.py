@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shuffle.errors import BadInput
-from shuffle.xxhash64 import hashable, xxhash64
-from shuffle.xxhash64_kernels import hash_bytes, hash_one
+from shuffle.partition.xxhash64 import hashable, xxhash64
+from shuffle.partition.xxhash64_kernels import hash_bytes, hash_one
 
 M = 2**64 - 1
 

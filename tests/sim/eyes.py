@@ -21,8 +21,8 @@ from shuffle.errors import (
 from shuffle.mapper.core import MapperCore
 from shuffle.mapper.serve import SharedCore
 from shuffle.reducer.core import ReducerCore
-from shuffle.reducer.pipeline import Pipeline
 from shuffle.reducer.reduce import ReduceStage
+from shuffle.reducer.shared_core import Pipeline
 from shuffle.statestore.engine.engine import Engine
 from shuffle.statestore.engine.leases import LeaseTable
 from tests.sim import kernel

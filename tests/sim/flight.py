@@ -1,4 +1,4 @@
-"""Stands in for ``shuffle.flight``: the same names, over the simulated network.
+"""Stands in for ``shuffle.support.flight``: the same names, over the simulated network.
 
 Errors of handlers reach the caller typed, through their wire form; broken and silent connections become
 ``StoreUnavailable``, as the real module's ``raise_typed`` has it.

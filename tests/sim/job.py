@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from shuffle.config import InputSpec, MapperSpec, ProcessorSpec, ReducerSpec
-from shuffle.mapper.spill import SPILL_SCHEMA
-from shuffle.mapper.spill_store import SPILLS_KEY, SPILLS_VALUE
-from shuffle.mapper.state import MAPPERS_KEY, MAPPERS_VALUE
-from shuffle.poison import DEAD_LETTER_SCHEMA
-from shuffle.reducer.state import REDUCERS_KEY, REDUCERS_VALUE
+from shuffle.durable.mapper_state import MAPPERS_KEY, MAPPERS_VALUE
+from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE
+from shuffle.mapper.spill.spill import SPILL_SCHEMA
+from shuffle.mapper.spill.store import SPILLS_KEY, SPILLS_VALUE
+from shuffle.spec.config import InputSpec, MapperSpec, ProcessorSpec, ReducerSpec
 from shuffle.statestore.client.client import StateClient
+from shuffle.user_code.poison import DEAD_LETTER_SCHEMA
 from tests.sim import kernel
 from tests.sim.disk import Disk
 from tests.sim.kernel import Process, World

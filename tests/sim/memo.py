@@ -12,11 +12,11 @@ from typing import Any
 
 import pyarrow as pa
 
+import shuffle.durable.mapper_state
 import shuffle.mapper.ingest
-import shuffle.mapper.state
 import shuffle.mapper.trim
 import shuffle.statestore.client.client
-from shuffle.reducer.state import ReducerState
+from shuffle.durable.reducer_state import ReducerState
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.codec.sorted_table import Table
 from shuffle.statestore.engine.catalogue import QueueEntry, TableEntry
@@ -121,9 +121,9 @@ def _remember_tables() -> None:
 
 def _remember_states() -> None:
     mapper_key, mapper_rows, mapper_parse = (
-        shuffle.mapper.state.key_rows,
-        shuffle.mapper.state.state_rows,
-        shuffle.mapper.state.state_from_rows,
+        shuffle.durable.mapper_state.key_rows,
+        shuffle.durable.mapper_state.state_rows,
+        shuffle.durable.mapper_state.state_from_rows,
     )
     reducer_key, reducer_rows, reducer_parse = ReducerState.key, ReducerState.to_row, ReducerState.from_rows
 
@@ -142,10 +142,10 @@ def _remember_states() -> None:
         found = _kept.get(at)
         return found[0] if found is not None else _remember(at, parse(rows, *arguments), rows)
 
-    states: Any = shuffle.mapper.state
+    states: Any = shuffle.durable.mapper_state
     states.key_rows = lambda index: rows_of(mapper_key, index)
     states.state_from_rows = lambda rows: parsed(mapper_parse, rows)
-    users: tuple[Any, ...] = (shuffle.mapper.state, shuffle.mapper.ingest, shuffle.mapper.trim)
+    users: tuple[Any, ...] = (shuffle.durable.mapper_state, shuffle.mapper.ingest, shuffle.mapper.trim)
     for module in users:
         module.state_rows = lambda index, state: rows_of(mapper_rows, index, state)
     reducers: Any = ReducerState

@@ -8,14 +8,14 @@ from typing import Any
 import pyarrow as _pa
 
 import shuffle.mapper.trim as _trim
+from shuffle.durable.mapper_state import lookup_committed as _lookup_committed
+from shuffle.durable.reducer_state import REDUCERS_KEY as _KEY
+from shuffle.durable.reducer_state import ReducerState as _State
 from shuffle.mapper.claims import Claims as _Claims
 from shuffle.mapper.core import MapperCore as _Core
 from shuffle.mapper.daemon import _Daemon
 from shuffle.mapper.serve import SharedCore as _Shared
-from shuffle.mapper.state import lookup_committed as _lookup_committed
 from shuffle.mapper.trim import Trimmer as _Trimmer
-from shuffle.reducer.state import REDUCERS_KEY as _KEY
-from shuffle.reducer.state import ReducerState as _State
 
 
 def claims_beyond_what_was_served_believed(patch: Any) -> None:

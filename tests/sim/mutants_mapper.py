@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import shuffle.mapper.serve as _serve
+from shuffle.durable.mapper_state import MapperState as _MapperState
+from shuffle.durable.mapper_state import lookup_state as _lookup_state
+from shuffle.durable.mapper_state import mappers_table as _mappers_table
+from shuffle.durable.mapper_state import state_rows as _state_rows
 from shuffle.errors import SplitBrain as _SplitBrain
 from shuffle.mapper.bucket import Bucket as _Bucket
 from shuffle.mapper.bucket import ServedBatch as _ServedBatch
 from shuffle.mapper.core import MapperCore as _Core
 from shuffle.mapper.core import TrimPlan as _TrimPlan
-from shuffle.mapper.state import MapperState as _MapperState
-from shuffle.mapper.state import lookup_state as _lookup_state
-from shuffle.mapper.state import mappers_table as _mappers_table
-from shuffle.mapper.state import state_rows as _state_rows
 from shuffle.mapper.trim import Trimmer as _Trimmer
 from shuffle.mapper.window import Part as _Part
 from shuffle.mapper.window import Window as _Window

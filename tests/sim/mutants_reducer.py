@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import shuffle.reducer.core as _core
+from shuffle.durable.reducer_state import ReducerState as _ReducerState
 from shuffle.errors import CommitConflict as _CommitConflict
 from shuffle.errors import CommitUnknown as _CommitUnknown
 from shuffle.errors import SplitBrain as _SplitBrain
@@ -15,10 +16,9 @@ from shuffle.reducer.commit import Committer as _Committer
 from shuffle.reducer.core import ReducerCore as _Core
 from shuffle.reducer.core import Settled as _Settled
 from shuffle.reducer.fetch import Choice as _Choice
-from shuffle.reducer.known import KnowingTransaction as _KnowingTransaction
-from shuffle.reducer.known import KnownRows as _KnownRows
 from shuffle.reducer.reduce import ReduceStage as _Stage
-from shuffle.reducer.state import ReducerState as _ReducerState
+from shuffle.reducer.row_cache import KnowingTransaction as _KnowingTransaction
+from shuffle.reducer.row_cache import KnownRows as _KnownRows
 from shuffle.statestore.client.transaction import Transaction as _Transaction
 from shuffle.statestore.codec.arrow_bytes import listed as _listed
 

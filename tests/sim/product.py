@@ -14,19 +14,19 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from shuffle.footprint import keep_small
+from shuffle.support.process_memory import keep_small
 
 MODULES = (
-    "shuffle.config",
+    "shuffle.spec.config",
     "shuffle.discovery",
-    "shuffle.library",
+    "shuffle.jobs.library",
     "shuffle.metrics",
     "shuffle.partition",
-    "shuffle.poison",
-    "shuffle.preflight",
-    "shuffle.spec_file",
+    "shuffle.user_code.poison",
+    "shuffle.run.preflight",
+    "shuffle.spec.spec_file",
     "shuffle.mapper.daemon",
-    "shuffle.mapper.folder",
+    "shuffle.mapper.readers.folder",
     "shuffle.reducer.daemon",
     "shuffle.statestore.client.client",
     "shuffle.statestore.local.local",
@@ -83,9 +83,9 @@ def install() -> None:
     sys.modules.update(fakes)
     try:
         # Flight's place is taken before anything can import it, both as a module and as the package's attribute.
-        package = importlib.import_module("shuffle")
+        package = importlib.import_module("shuffle.support")
         transport = importlib.import_module("tests.sim.flight")
-        sys.modules["shuffle.flight"] = transport
+        sys.modules["shuffle.support.flight"] = transport
         package.flight = transport  # type: ignore[attr-defined]
         for name in MODULES:
             importlib.import_module(name)
@@ -100,7 +100,7 @@ def install() -> None:
 
 def _settle() -> None:
     """Constants that are right for a real machine and would only make virtual time long."""
-    names = ("shuffle.mapper.daemon", "shuffle.reducer.daemon", "shuffle.reducer.fetch", "shuffle.reducer.stream")
+    names = ("shuffle.mapper.daemon", "shuffle.reducer.daemon", "shuffle.reducer.fetch", "shuffle.reducer.exchange")
     mapper, reducer, fetch, stream = (sys.modules[name] for name in names)
     vars(mapper).update(MapperMetrics=NoMetrics, DRAIN_S=2.0)
     vars(reducer).update(ReducerMetrics=NoMetrics, _STOP_CHECK_S=1.0)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from shuffle.config import ProcessorSpec, SpillSpec
+from shuffle.spec.config import ProcessorSpec, SpillSpec
 from tests.sim import profiles
 from tests.sim.faults import FAULTS_UNTIL_US, Fault
 from tests.sim.network import Trouble
@@ -143,6 +143,6 @@ def staged_bytes_min() -> int:
 
 
 def settle(modules: dict[str, Any]) -> None:
-    vars(modules["shuffle.mapper.spill_store"]).update(STAGED_BYTES_MIN=staged_bytes_min(), STAGED_TTL_MS=3_000)
-    vars(modules["shuffle.mapper.spill"]).update(BATCH_BYTES=120)
-    vars(modules["shuffle.mapper.spilling"]).update(BLOCKED_MS=300)
+    vars(modules["shuffle.mapper.spill.store"]).update(STAGED_BYTES_MIN=staged_bytes_min(), STAGED_TTL_MS=3_000)
+    vars(modules["shuffle.mapper.spill.spill"]).update(BATCH_BYTES=120)
+    vars(modules["shuffle.mapper.spill.policy"]).update(BLOCKED_MS=300)

@@ -18,7 +18,7 @@ from pyspark import TaskContext
 from pyspark.sql import SparkSession
 
 from shuffle import AggregateReducer, Count, Max
-from shuffle.aggregates import Aggregate
+from shuffle.jobs.aggregates import Aggregate
 from shuffle.spark_connector import reduce_stream
 from shuffle.statestore import Transaction
 

@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 from examples.local import LocalSystem
 from perf.workload import SCHEMA, Workload, difference, oracle
 from shuffle import AggregateReducer, Count, Max
-from shuffle.aggregates import Aggregate
+from shuffle.jobs.aggregates import Aggregate
 from shuffle.statestore import StateClient
 
 

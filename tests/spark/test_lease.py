@@ -19,10 +19,10 @@ from examples.local import LocalSystem
 from examples.spark_pipeline import Mappers
 from perf.workload import SCHEMA, Workload
 from shuffle import AggregateReducer, Count
-from shuffle.aggregates import Aggregate
+from shuffle.durable.query_lease import has_lease, query_group, refuse_beside_query, stored_holder
 from shuffle.errors import BadInput, SplitBrain
-from shuffle.preflight import META_KEY, META_VALUE
-from shuffle.queries import has_lease, query_group, refuse_beside_query, stored_holder
+from shuffle.jobs.aggregates import Aggregate
+from shuffle.run.preflight import META_KEY, META_VALUE
 from shuffle.spark_connector import reduce_stream
 from shuffle.spark_connector.clients import StoreHandle
 from shuffle.spark_connector.lease import QueryLease, begin_task

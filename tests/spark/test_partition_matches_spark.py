@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 
 from shuffle.limits import KEY_GROUPS_DEFAULT
 from shuffle.partition import hash_partition, key_group_range, key_groups
-from shuffle.xxhash64 import xxhash64
+from shuffle.partition.xxhash64 import xxhash64
 
 pytestmark = pytest.mark.spark
 

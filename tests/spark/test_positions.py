@@ -17,11 +17,10 @@ from examples.local import LocalSystem
 from examples.spark_pipeline import Mappers
 from perf.workload import SCHEMA, Workload, difference, oracle
 from shuffle import AggregateReducer, Count, Max
-from shuffle.aggregates import Aggregate
-from shuffle.config import load_spec
 from shuffle.discovery import reducers_group
+from shuffle.durable.query_lease import holder_row
 from shuffle.errors import BadInput, RowsGone, SplitBrain, StoreUnavailable
-from shuffle.queries import holder_row
+from shuffle.jobs.aggregates import Aggregate
 from shuffle.spark_connector.clients import StoreHandle
 from shuffle.spark_connector.offsets import rows_between
 from shuffle.spark_connector.options import Options
@@ -31,6 +30,7 @@ from shuffle.spark_connector.sink import QueueStreamWriter, queue_target
 from shuffle.spark_connector.source import DriverSide, Limits, ReducerPart
 from shuffle.spark_connector.staging import QueueTarget, StagedMessage, create_sinks_table, publish
 from shuffle.spark_connector.types import spark_schema
+from shuffle.spec.config import load_spec
 from shuffle.statestore import StateClient
 
 REDUCERS = 3

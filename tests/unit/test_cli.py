@@ -51,7 +51,7 @@ print(pyarrow.default_memory_pool().backend_name, "pandas.core" in sys.modules)
 def test_pandas_of_user_code_is_known_to_pyarrow() -> None:
     """Which does not find it at first. A Series would be read by its labels then."""
     code = """
-from shuffle.footprint import keep_small
+from shuffle.support.process_memory import keep_small
 keep_small()
 import pandas, pyarrow
 print(pyarrow.array(pandas.Series([1.0, None, 3.0]).iloc[::-1]).to_pylist())

@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shuffle.config import ProcessorSpec, SpillSpec, check_against_store, load_class, load_spec
 from shuffle.errors import SpecError
 from shuffle.limits import MIB
-from shuffle.preflight import code_digest, has_progress, nothing_ahead
-from shuffle.spec_file import parse_duration_ms, parse_size
+from shuffle.run.preflight import code_digest, has_progress, nothing_ahead
+from shuffle.spec.config import ProcessorSpec, SpillSpec, check_against_store, load_class, load_spec
+from shuffle.spec.spec_file import parse_duration_ms, parse_size
 from shuffle.statestore import StateClient
 
 JOB = """

@@ -10,11 +10,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from shuffle.config import ProcessorSpec, check_against_store, load_spec
+from shuffle.durable.mapper_state import MapperState, mappers_table, state_rows
 from shuffle.errors import BadInput, OutOfRange, SpecError
 from shuffle.ids import InputIndex, MapperIndex, ShuffleIndex
 from shuffle.mapper.reader import encode_position
-from shuffle.mapper.state import MapperState, mappers_table, state_rows
+from shuffle.spec.config import ProcessorSpec, check_against_store, load_spec
 from shuffle.statestore import StateClient
 from shuffle.statestore.admin import commands
 from shuffle.statestore.client.queue_consumers import queue_consumers

@@ -13,16 +13,16 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from shuffle.check import check_map, first_difference
-from shuffle.config import ProcessorSpec, check_against_store, load_spec
-from shuffle.controller import DrainGoal, drain_goal, look_whether_drained
-from shuffle.logs import get_logger, setup_logging
 from shuffle.mapper.reader import encode_position
 from shuffle.metrics import MapperMetrics, ReducerMetrics, StoreMetrics, serve_metrics
-from shuffle.screen import ChildView, Rates, progress_line, render
+from shuffle.run.controller import DrainGoal, drain_goal, look_whether_drained
+from shuffle.run.determinism import check_map, first_difference
+from shuffle.run.status import MapperStatus, ProcessorStatus, ReducerStatus, collect
+from shuffle.run.supervisor import RestartPolicy
+from shuffle.run.terminal import ChildView, Rates, progress_line, render
+from shuffle.spec.config import ProcessorSpec, check_against_store, load_spec
 from shuffle.statestore import StateClient
-from shuffle.status import MapperStatus, ProcessorStatus, ReducerStatus, collect
-from shuffle.supervisor import RestartPolicy
+from shuffle.support.logs import get_logger, setup_logging
 from tests.deaths import unexpected
 
 # Restarts ------------------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_check_of_map_leaves_out_rows_that_fail(
 ) -> None:
     spec = spec_for(tmp_path, "Picky")
     monkeypatch.setattr(
-        "shuffle.check._map_in_fresh_process", lambda spec, count, at, rows: _mapped(spec, client, rows)
+        "shuffle.run.determinism._map_in_fresh_process", lambda spec, count, at, rows: _mapped(spec, client, rows)
     )
     result = check_map(spec, client, check_against_store(spec, client))
     assert (result.rows, result.rows_failed, result.difference) == (195, 5, None)
@@ -189,7 +189,7 @@ def test_check_of_map_leaves_out_rows_that_fail(
 
 def _mapped(spec: ProcessorSpec, client: StateClient, rows: pa.Table) -> pa.Table:
     """The fresh process has the store to itself to open only if a daemon serves it; here it is in this process."""
-    from shuffle.check import _Run
+    from shuffle.run.determinism import _Run
 
     return _Run(spec, client, 2, 1, rows.schema).map(rows)
 

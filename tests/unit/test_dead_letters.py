@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from shuffle import cli
-from shuffle.config import ProcessorSpec, check_against_store, load_spec
-from shuffle.dead_letters import Replay, Replayed, count_words, dead_letter_queues
 from shuffle.errors import BadInput, UserCodeError
-from shuffle.poison import DEAD_LETTER_SCHEMA, dead_letters
-from shuffle.screen import Rates, progress_line, render
+from shuffle.run.dead_letters import Replay, Replayed, count_words, dead_letter_queues
+from shuffle.run.status import collect
+from shuffle.run.terminal import Rates, progress_line, render
+from shuffle.spec.config import ProcessorSpec, check_against_store, load_spec
 from shuffle.statestore import StateClient, Transaction
-from shuffle.status import collect
+from shuffle.user_code.poison import DEAD_LETTER_SCHEMA, dead_letters
 
 LOGS = pa.schema([("user", pa.string()), ("n", pa.int64())])
 MAPPED = pa.schema([("user", pa.string())])

@@ -12,8 +12,8 @@ import pytest
 from examples import activity, wordcount
 from perf.workload import SCHEMA, batches, difference, generate, oracle
 from shuffle.api import WorkerSpec
-from shuffle.config import load_spec
 from shuffle.ids import Guid
+from shuffle.spec.config import load_spec
 from shuffle.statestore import StateClient
 
 EXAMPLES = Path(activity.__file__).parent

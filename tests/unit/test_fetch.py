@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shuffle import flight
 from shuffle.discovery import MapperAddress, MapperDirectory, Membership, mappers_group
+from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import ShuffleError, StaleMapper, StoreUnavailable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token, new_guid
 from shuffle.mapper.core import MappedBatch, MapperCore
@@ -20,12 +20,12 @@ from shuffle.mapper.mapping import cut
 from shuffle.mapper.serve import MapperServer, SharedCore
 from shuffle.messages import GetRows
 from shuffle.metrics import ReducerMetrics
-from shuffle.reducer.backoff import Backoff
 from shuffle.reducer.core import Limits, Part, ReducerCore, Work
 from shuffle.reducer.fetch import Choice, Fetcher, RowLocator, get_rows
-from shuffle.reducer.pipeline import Pipeline
-from shuffle.reducer.state import ReducerState
+from shuffle.reducer.shared_core import Pipeline
 from shuffle.statestore import StateClient
+from shuffle.support import flight
+from shuffle.support.retry import Backoff
 from tests import waiting
 
 WAIT_S = 10.0

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shuffle.errors import BadInput, OutOfRange, TooLarge
-from shuffle.fields import Field, check_fields, check_items, flag, number, parse_json, text
 from shuffle.ids import Guid, ReducerIndex, ShuffleIndex
 from shuffle.limits import TICKET_BYTES_MAX
 from shuffle.messages import BatchTail, GetRows, SharedRows
-from shuffle.shared_memory import Note
 from shuffle.statestore.wire.operations import ANSWERS, CONTROL, OPERATIONS, SECTIONS, check_answer, check_question
 from shuffle.statestore.wire.proto import control_pb2 as pb
+from shuffle.support.fields import Field, check_fields, check_items, flag, number, parse_json, text
+from shuffle.support.shared_memory import Note
 
 FIELDS = (
     number("n", 9, low=-1),

@@ -157,7 +157,7 @@ def test_range_of_inputs_is_told_as_one() -> None:
 def test_specs_begin_from_one_that_is_valid(tmp_path: Path) -> None:
     import yaml
 
-    from shuffle.config import load_spec
+    from shuffle.spec.config import load_spec
 
     file = tmp_path / "spec.yaml"
     file.write_text(yaml.safe_dump(specs.VALID))

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from shuffle.ids import MapperIndex, ShuffleIndex
 from shuffle.reducer.core import Limits, ReducerCore
-from shuffle.reducer.pipeline import Pipeline
+from shuffle.reducer.shared_core import Pipeline
 
 
 def full_pipeline(batch_bytes_max: int) -> tuple[Pipeline, ReducerCore]:

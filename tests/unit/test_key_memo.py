@@ -9,10 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from shuffle import key_memo
-from shuffle.key_memo import ROWS_MIN, KeyMemo, memorable
-from shuffle.partition import key_groups
-from shuffle.xxhash64 import xxhash64
+from shuffle.partition import hash_cache, key_groups
+from shuffle.partition.hash_cache import ROWS_MIN, KeyMemo, memorable
+from shuffle.partition.xxhash64 import xxhash64
 
 ROWS = 2 * ROWS_MIN
 
@@ -58,7 +57,7 @@ def test_values_of_earlier_batches_are_not_hashed_again(monkeypatch: pytest.Monk
     columns = [column(rng, pa.string(), 50), column(rng, pa.string(), 5)]
     first = found(memo, columns)
     assert first is not None
-    monkeypatch.setattr(key_memo, "xxhash64", lambda columns: pytest.fail("hashed again"))
+    monkeypatch.setattr(hash_cache, "xxhash64", lambda columns: pytest.fail("hashed again"))
     again = found(memo, [each.take(pa.array(np.arange(ROWS)[::-1])) for each in columns])
     assert again is not None
     assert again.tolist() == first[::-1].tolist()
@@ -70,7 +69,7 @@ def test_keys_that_do_not_repeat_are_left_alone_for_a_while() -> None:
     many, few = column(rng, pa.string(), 10 * ROWS), column(rng, pa.string(), 10)
     assert memo.find([many]) is None
     assert memo.find([few]) is None, "it pauses"
-    for _ in range(key_memo._PAUSE_BATCHES):
+    for _ in range(hash_cache._PAUSE_BATCHES):
         memo.find([few])
     assert memo.find([few]) is not None
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from shuffle.errors import CommitConflict
-from shuffle.reducer.known import KEYS_MAX, KnowingClient, KnownRows
+from shuffle.reducer.row_cache import KEYS_MAX, KnowingClient, KnownRows
 from shuffle.statestore import StateClient, Transaction
 
 KEY = pa.schema([pa.field("name", pa.string(), nullable=False)])

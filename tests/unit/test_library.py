@@ -18,11 +18,11 @@ import pytest
 
 import shuffle
 from shuffle import AggregateReducer, Count, HashMapper, Last, Max, Min, Sum
-from shuffle.aggregates import Aggregate
 from shuffle.api import WorkerSpec
 from shuffle.errors import BadInput, NullKey, SchemaMismatch, SpecError
 from shuffle.ids import Guid
-from shuffle.library import check_config
+from shuffle.jobs.aggregates import Aggregate
+from shuffle.jobs.library import check_config
 from shuffle.partition import hash_partition
 from shuffle.statestore import StateClient
 

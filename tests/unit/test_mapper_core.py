@@ -6,14 +6,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from shuffle.durable.mapper_state import MapperState
 from shuffle.errors import BadInput, FalseClaim, NotServed, RowsGone, SplitBrain, StaleMapper
 from shuffle.ids import Guid, InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
-from shuffle.mapper.spill import Spill, SpillEnd
-from shuffle.mapper.state import MapperState
+from shuffle.mapper.spill.spill import Spill, SpillEnd
 from shuffle.messages import GetRows
-from shuffle.poison import dead_letters
+from shuffle.user_code.poison import dead_letters
 
 GUID = Guid("this-one")
 SCHEMA = pa.schema([("v", pa.int64())])

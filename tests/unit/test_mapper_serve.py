@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shuffle import flight
+from shuffle.durable.mapper_state import MapperState
 from shuffle.errors import BadInput, NotServed, RowsGone, ShuffleError, StaleMapper, StoreUnavailable, TooBusy, TooLarge
 from shuffle.ids import Guid, InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import TICKET_BYTES_MAX
@@ -20,10 +20,10 @@ from shuffle.mapper.bucket import ServedBatch
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
 from shuffle.mapper.serve import CONFIRM_S, CROWDED_WAIT_S, MapperServer, SharedCore, joined
-from shuffle.mapper.spill import Spill, SpillEnd
-from shuffle.mapper.state import MapperState
+from shuffle.mapper.spill.spill import Spill, SpillEnd
 from shuffle.messages import BatchTail, GetRows
-from shuffle.places import Places
+from shuffle.support import flight
+from shuffle.support.slots import Places
 from tests.raw_flight import exchange, messages_of
 from tests.waiting import wait_until
 

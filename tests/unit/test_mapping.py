@@ -8,12 +8,12 @@ import pyarrow as pa
 import pytest
 
 from shuffle.api import Mapper, PartitionedRowset, WorkerSpec
-from shuffle.config import OnError
 from shuffle.errors import StoreUnavailable, UserCodeError
 from shuffle.ids import Guid, InputIndex
 from shuffle.mapper.core import MappedBatch
 from shuffle.mapper.mapping import Mapping, create, cut, own, plain
-from shuffle.poison import decode_row
+from shuffle.spec.config import OnError
+from shuffle.user_code.poison import decode_row
 
 SPEC = WorkerSpec("job", 4, Guid("g"), 5, 3)
 SCHEMA = pa.schema([("n", pa.int64())])

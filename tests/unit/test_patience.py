@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shuffle import cli
-from shuffle.patience import TELL_AFTER_S, told
 from shuffle.statestore import StateClient
+from shuffle.support.slow_wait import TELL_AFTER_S, told
 from tests.waiting import WAIT_S, wait_until
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shuffle.errors import Expired, StoreUnavailable, UserCodeError
-from shuffle.poison import (
+from shuffle.user_code.poison import (
     DEAD_LETTER_SCHEMA,
     REASON_CHARS_MAX,
     dead_letters,

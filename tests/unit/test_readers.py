@@ -7,11 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shuffle.config import InputSpec
 from shuffle.errors import BadInput, CorruptData, OutOfRange, SchemaMismatch, SpecError
 from shuffle.ids import Token
-from shuffle.mapper.folder import FolderReader, encode_place, partition_folders
 from shuffle.mapper.reader import START, QueueReader, decode_position, encode_position, open_reader, partition_count
+from shuffle.mapper.readers.folder import FolderReader, encode_place, partition_folders
+from shuffle.spec.config import InputSpec
 from shuffle.statestore import StateClient
 
 SCHEMA = pa.schema([("n", pa.int64())])

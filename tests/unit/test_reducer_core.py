@@ -5,11 +5,11 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
+from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import CorruptData, ShuffleError, SpecError
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
-from shuffle.reducer.backoff import Backoff
 from shuffle.reducer.core import SETTLING_WAIT_MS, FetchPlan, Limits, ReducerCore, Settled, Work
-from shuffle.reducer.state import ReducerState
+from shuffle.support.retry import Backoff
 
 M0, M1 = MapperIndex(0), MapperIndex(1)
 

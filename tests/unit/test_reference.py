@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shuffle import cli, config, metrics
-from shuffle.config import load_spec
+from shuffle import cli, metrics
 from shuffle.errors import SpecError
-from shuffle.spec_file import parse_duration_ms, parse_size
+from shuffle.spec import config
+from shuffle.spec.config import load_spec
+from shuffle.spec.spec_file import parse_duration_ms, parse_size
 from tools.reference import command, pages, python, spark, spec, text
 from tools.reference import errors as reference_errors
 from tools.reference import metrics as reference_metrics

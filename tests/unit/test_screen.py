@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from shuffle.screen import ChildView, Rates, progress_line, render
-from shuffle.status import MapperStatus, ProcessorStatus, ReducerStatus
+from shuffle.run.status import MapperStatus, ProcessorStatus, ReducerStatus
+from shuffle.run.terminal import ChildView, Rates, progress_line, render
 
 
 def status_of(mappers: int, reducers: int) -> ProcessorStatus:

@@ -13,15 +13,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shuffle import flight, shared_memory
 from shuffle.errors import BadInput
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
 from shuffle.mapper.serve import OUTBOX_BYTES_MIN, SHARED_BYTES_MAX, SHARED_OF_WINDOW, MapperServer, SharedCore
 from shuffle.messages import GetRows, SharedRows
-from shuffle.reducer.stream import RowStream, validate_offsets
-from shuffle.shared_memory import BYTES_MIN, Inbox, Note, NotShared, Outbox
+from shuffle.reducer.exchange import RowStream, validate_offsets
+from shuffle.support import flight, shared_memory
+from shuffle.support.shared_memory import BYTES_MIN, Inbox, Note, NotShared, Outbox
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(shared_memory.machine() is None, reason="memory cannot be shared like this here")
@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_not_put(outbox: Outbox) -> None:
 
 def test_another_process_takes_them(outbox: Outbox) -> None:
     note = put(outbox, batch(7, 3))
-    code = f"from shuffle.shared_memory import *; print(Inbox().take({note!r})[0].column(0).to_pylist())"
+    code = f"from shuffle.support.shared_memory import *; print(Inbox().take({note!r})[0].column(0).to_pylist())"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[7, 8, 9]"
 
@@ -174,7 +174,7 @@ def test_small_answers_and_those_of_other_machines_come_over_the_wire(
     assert numbers(stream, rows_max=BYTES_MIN // 40) == list(range(ROWS))
     unwilling = mapper.stream(share_memory=False)
     assert numbers(unwilling) == list(range(ROWS))
-    monkeypatch.setattr("shuffle.reducer.stream.machine", lambda: "another")
+    monkeypatch.setattr("shuffle.reducer.exchange.machine", lambda: "another")
     stranger = mapper.stream()
     assert numbers(stranger) == list(range(ROWS))
     assert taken == []

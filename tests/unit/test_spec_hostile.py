@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from shuffle import cli
-from shuffle.config import load_spec
 from shuffle.errors import BadInput, SpecError
+from shuffle.spec.config import load_spec
+from shuffle.spec.yaml_file import DEPTH_MAX, SPEC_BYTES_MAX
 from shuffle.statestore import StateClient
 from shuffle.statestore.server.daemon import main as statestore
-from shuffle.yaml_file import DEPTH_MAX, SPEC_BYTES_MAX
 
 SPEC = """\
 processor: job

@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import shuffle.mapper.spill as spill
+import shuffle.mapper.spill.spill as spill
 from shuffle.errors import CommitUnknown, CorruptData, RowsGone
 from shuffle.ids import NOTHING_COMMITTED, Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.mapper.core import MapperCore
 from shuffle.mapper.reader import QueueReader
-from shuffle.mapper.spill import (
+from shuffle.mapper.spill.spill import (
     Spill,
     SpillAnswer,
     SpillEnd,
@@ -26,7 +26,7 @@ from shuffle.mapper.spill import (
     decode_heads,
     encode,
 )
-from shuffle.mapper.spill_store import SpillStore, spill_queue
+from shuffle.mapper.spill.store import SpillStore, spill_queue
 from shuffle.mapper.trim import Trimmer
 from shuffle.messages import METADATA_FIELDS
 from shuffle.statestore import StateClient, Transaction

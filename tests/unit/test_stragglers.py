@@ -10,18 +10,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shuffle.config import SpillSpec
+from shuffle.durable.mapper_state import MAPPERS_KEY, MAPPERS_VALUE, mappers_table
 from shuffle.errors import RowsGone
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
 from shuffle.mapper.reader import PartitionReader
-from shuffle.mapper.spill import Spill, SpillEnd, encode
-from shuffle.mapper.spill_store import SPILLS_KEY, SPILLS_VALUE, SpillStore, spills_table
-from shuffle.mapper.state import MAPPERS_KEY, MAPPERS_VALUE, mappers_table
-from shuffle.mapper.stragglers import STANDING_AGES, Seen, Stragglers
+from shuffle.mapper.spill.spill import Spill, SpillEnd, encode
+from shuffle.mapper.spill.store import SPILLS_KEY, SPILLS_VALUE, SpillStore, spills_table
+from shuffle.mapper.spill.stragglers import STANDING_AGES, Seen, Stragglers
 from shuffle.mapper.trim import LOOK_S, Trimmer
 from shuffle.messages import GetRows
+from shuffle.spec.config import SpillSpec
 from shuffle.statestore import StateClient
 
 AGE_MS = 100

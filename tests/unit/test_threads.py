@@ -26,7 +26,7 @@ STARTERS = {
 }
 
 DECIDED: dict[tuple[str, str], tuple[int, str]] = {
-    ("shuffle/vital_threads.py", "Thread"): (1, "what start_vital starts"),
+    ("shuffle/support/vital_threads.py", "Thread"): (1, "what start_vital starts"),
     # The store.
     ("statestore/local/local.py", VITAL): (1, "the writer: the store is marked failed; a daemon ends"),
     ("statestore/server/headroom.py", "Thread"): (1, "tries whether threads can be had at all, and is waited for"),
@@ -54,14 +54,20 @@ DECIDED: dict[tuple[str, str], tuple[int, str]] = {
     ("shuffle/discovery.py", VITAL): (2, "lease and directory: the worker ends"),
     ("shuffle/metrics.py", VITAL): (1, "the metrics: the worker ends"),
     # The controller.
-    ("shuffle/controller.py", "ThreadPoolExecutor"): (1, "the check of map: its error is raised in the main thread"),
-    ("shuffle/status.py", "ThreadPoolExecutor"): (
+    ("shuffle/run/controller.py", "ThreadPoolExecutor"): (
+        1,
+        "the check of map: its error is raised in the main thread",
+    ),
+    ("shuffle/run/status.py", "ThreadPoolExecutor"): (
         1,
         "questions to mappers: an error is raised in who asked for the status",
     ),
-    ("shuffle/patience.py", "Timer"): (1, "says what is waited for; without it nothing is said"),
-    ("shuffle/launch.py", VITAL): (1, "who watches the parent where the kernel does not: the process ends"),
-    ("shuffle/flight.py", "Thread"): (1, "the end of a server: waited for, for a set time; nobody depends on it"),
+    ("shuffle/support/slow_wait.py", "Timer"): (1, "says what is waited for; without it nothing is said"),
+    ("shuffle/run/launch.py", VITAL): (1, "who watches the parent where the kernel does not: the process ends"),
+    ("shuffle/support/flight.py", "Thread"): (
+        1,
+        "the end of a server: waited for, for a set time; nobody depends on it",
+    ),
     # Spark's processes: the error is raised in the query, and Spark does what it does about errors.
     ("spark_connector/reduce.py", "Thread"): (1, "a fetcher: the feed raises its error in the task"),
     ("spark_connector/lease.py", "Thread"): (
@@ -99,7 +105,7 @@ def test_every_thread_is_decided_upon() -> None:
         for starter, count in started(ast.parse(path.read_text(encoding="utf-8"))).items()
     }
     decided = {place: count for place, (count, _) in DECIDED.items()}
-    assert found == decided, "decide what happens when it dies (shuffle/vital_threads.py), then say so here"
+    assert found == decided, "decide what happens when it dies (shuffle/support/vital_threads.py), then say so here"
 
 
 @pytest.mark.parametrize(

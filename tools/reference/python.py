@@ -14,7 +14,7 @@ import pyarrow as pa
 
 import shuffle
 from shuffle import statestore
-from shuffle.aggregates import Aggregate
+from shuffle.jobs.aggregates import Aggregate
 from tools.reference import text
 
 PACKAGES = ("shuffle", "statestore", "spark_connector")

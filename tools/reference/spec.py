@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shuffle import config, spec_file
+from shuffle.spec import config, spec_file
 from tools.reference import text
 
 EXAMPLE_VALUES = {

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from shuffle.discovery import MapperAddress
 from shuffle.messages import ROWS_EXCHANGE, SHARED_ROWS, STREAM_OVER, SharedRows
-from shuffle.shared_memory import Inbox, NotShared, machine
+from shuffle.support.shared_memory import Inbox, NotShared, machine
 from tests.fuzz import arrow, calls, job
 from tests.fuzz.calls import FLIGHT, Exchange, Reply
 from tests.fuzz.findings import Outcome, Problem

@@ -18,7 +18,7 @@ import pyarrow as pa
 from shuffle.errors import ShuffleError
 from shuffle.ids import Guid, ReducerIndex, ShuffleIndex
 from shuffle.messages import GetRows
-from shuffle.reducer.stream import RowStream
+from shuffle.reducer.exchange import RowStream
 from tests.fuzz import arrow
 from tests.fuzz.findings import Outcome, Problem
 from tests.fuzz.mutate import INTEGERS, changed, damaged, odd_value

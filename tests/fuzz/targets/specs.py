@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from shuffle.config import load_spec
 from shuffle.errors import SpecError
+from shuffle.spec.config import load_spec
 from tests.fuzz.findings import Outcome, Problem
 from tests.fuzz.mutate import changed, damaged
 from tests.fuzz.oracles import answer_problems

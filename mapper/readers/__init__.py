@@ -1,0 +1,1 @@
+"""Readers of the kinds of input that come with the project."""

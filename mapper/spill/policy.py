@@ -1,0 +1,180 @@
+"""When and what a mapper spills, and what it has spilled: the part of ``MapperCore`` that deals with stragglers.
+
+Nothing is spilled unless all of this holds:
+
+- a reducer is a straggler (``stragglers``), or still has rows in its spill: then those after them go there too;
+- the window weighs more than its share of the memory limit;
+- the entries at the front of the window are held by such reducers only.
+
+No I/O, no threads, no clocks in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from shuffle.ids import ReducerIndex, ShuffleIndex
+from shuffle.limits import MIB
+from shuffle.mapper.bucket import Bucket
+from shuffle.mapper.spill.spill import Spill, SpillEnd, SpillPart
+from shuffle.mapper.spill.stragglers import Seen, Stragglers
+from shuffle.mapper.window import Part, Window, WindowEntry
+from shuffle.spec.config import SpillSpec
+
+SPILL_BYTES_MAX = 8 * MIB
+"""Of rows in one transaction. They are in memory some five times over on their way to the store. But what waits for the
+next transaction takes room from the other reducers, and a transaction takes the time that it takes."""
+
+WORTH_SHARE = 1 / 16
+"""Of the memory limit. Less than this is not worth a file and a transaction, unless reading has stopped for it."""
+
+BLOCKED_MS = 5_000
+"""After the store had no room: how long it is left alone."""
+
+
+class Watched(NamedTuple):
+    """What there is to see of one reducer."""
+
+    bucket: Bucket
+    committed: ShuffleIndex
+    """The last row it has committed, as far as is known."""
+    is_waiting: bool
+    """Whether it waits for rows at this moment."""
+
+
+class Spilling:
+    def __init__(self, reducer_count: int, memory_bytes_max: int, spec: SpillSpec | None) -> None:
+        self._reducer_count = reducer_count
+        self._memory_bytes_max = memory_bytes_max
+        self._spec = spec if spec is not None and spec.enabled else None
+        self.restart()
+
+    def restart(self) -> None:
+        spec = self._spec or SpillSpec()
+        self._late = Stragglers(self._reducer_count, spec.reducers_done_share, spec.age_ms)
+        self.spills: dict[ReducerIndex, Spill] = {}
+        """Of each reducer that was ever spilled for."""
+        self.is_known = True
+        """Whether ``spills`` is what the store holds. After another instance, or a commit whose answer was lost, has
+        moved the persisted state, it must be read again."""
+        self._over = False
+        self._since_ms: dict[ReducerIndex, int] = {}
+        self._now_ms = 0
+        self._blocked_until_ms: int | None = None
+        self.blocked: str | None = None
+        """Why nothing can be spilled at present though it should be."""
+
+    # who is late
+
+    @property
+    def stragglers(self) -> frozenset[ReducerIndex]:
+        return self._late.current.union(reducer for reducer, spill in self.spills.items() if not spill.is_empty)
+
+    def tick(
+        self,
+        now_ms: int,
+        reducers: Sequence[Watched],
+        next_index: ShuffleIndex,
+        window_bytes: int,
+        window_bytes_max: int,
+    ) -> None:
+        """Look at the reducers again; to be called every now and then."""
+        self._now_ms = now_ms
+        if self._spec is None:
+            return
+        if self._blocked_until_ms is not None and now_ms >= self._blocked_until_ms:
+            self._blocked_until_ms = self.blocked = None
+        self._late.tick(now_ms, [self._seen(reducer, next_index) for reducer in reducers])
+        # It goes on a little below where it begins, so that it does not begin again with every entry.
+        limit_bytes = self._spec.memory_share * window_bytes_max
+        self._over = window_bytes >= (limit_bytes / 2 if self._over else limit_bytes)
+
+    def _seen(self, reducer: Watched, next_index: ShuffleIndex) -> Seen:
+        first = reducer.bucket.first_row_index
+        position = next_index if first is None else first
+        spill = self.spills.get(reducer.bucket.reducer_index)
+        if spill is not None and not spill.is_empty:
+            position = ShuffleIndex(min(position, spill.end.last_row_index))
+        return Seen(position, reducer.committed, position == next_index, reducer.is_waiting)
+
+    def is_near(self, window_bytes: int, window_bytes_max: int) -> bool:
+        """Whether the window may weigh enough to spill before long: who is late by then should be known at once."""
+        return self._spec is not None and window_bytes >= self._spec.memory_share * window_bytes_max / 2
+
+    def block(self, reason: str) -> None:
+        """The store cannot take any rows now: hold them back, as if there were no spilling."""
+        self.blocked = reason
+        self._blocked_until_ms = self._now_ms + BLOCKED_MS
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._over and self.is_known and self.blocked is None and bool(self.stragglers)
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether rows may have to be spilled soon, so that what takes time can be done ahead."""
+        return self._spec is not None and self._over and self.blocked is None and self._late.is_suspecting
+
+    # what to spill
+
+    def front(self, window: Window, is_full: bool) -> list[WindowEntry]:
+        """The entries to spill now: those at the front that only stragglers hold, and not the last one of the window,
+        which may still grow by ranges without rows."""
+        if not self.is_wanted:
+            return []
+        late = self.stragglers
+        found: list[WindowEntry] = []
+        nbytes = 0
+        for entry in islice(window.entries, max(0, len(window) - 1)):
+            if not late.issuperset(entry.parts) or nbytes >= SPILL_BYTES_MAX:
+                break
+            found.append(entry)
+            nbytes += sum(part.nbytes for part in entry.parts.values())
+        worth = min(SPILL_BYTES_MAX, WORTH_SHARE * self._memory_bytes_max)
+        return found if nbytes >= worth or is_full else []
+
+    # what was spilled
+
+    def load(self, spills: Mapping[ReducerIndex, Spill], buckets: Sequence[Bucket]) -> None:
+        """What the store holds, read at the same moment as the persisted state."""
+        self.spills = dict(spills)
+        self.is_known = True
+        for bucket in buckets:
+            spill = self.spills.get(bucket.reducer_index)
+            if spill is None or spill.is_empty or bucket.given_up > spill.end.last_row_index:
+                # This instance gave rows up to the spill that are not there: another one, which came to the very same
+                # state, had them committed.
+                bucket.dropped = max(bucket.dropped, bucket.given_up)
+            if spill is not None:
+                # What was dropped was committed, too: after a restart it is all that is known of a reducer.
+                spill.commit(max(bucket.committed, bucket.dropped))
+
+    def record(self, ends: Mapping[ReducerIndex, SpillEnd]) -> None:
+        """The store has taken more rows, which end there."""
+        for reducer, end in ends.items():
+            self.spills.setdefault(reducer, Spill(SpillEnd(), 0, 0, 0)).extend(end)
+
+    def ends(self, reducers: Sequence[ReducerIndex]) -> dict[ReducerIndex, SpillEnd]:
+        """Where rows of these would be appended."""
+        return {reducer: self.spills[reducer].end if reducer in self.spills else SpillEnd() for reducer in reducers}
+
+    def trims(self) -> dict[ReducerIndex, int]:
+        """Up to where each spill is committed, and the store does not know yet."""
+        return {reducer: spill.begin for reducer, spill in self.spills.items() if spill.begin > spill.trimmed}
+
+    def trimmed(self, positions: Mapping[ReducerIndex, int]) -> None:
+        for reducer, position in positions.items():
+            if reducer in self.spills:
+                self.spills[reducer].trimmed = max(self.spills[reducer].trimmed, position)
+
+
+def spill_part(part: Part) -> SpillPart:
+    """The uncommitted rows of ``part``. They are held by this until they are spilled, whatever becomes of the part."""
+    assert part.batch is not None
+    assert part.places is not None
+    indexes = part.places[part.begin :].astype("int64") + part.entry.shuffle_begin
+    return SpillPart(part.batch.slice(part.begin), indexes, np.full(len(indexes), part.entry.ingested_us, np.int64))

@@ -1,0 +1,298 @@
+"""The spill in the state store: a queue for each mapper with a partition for each reducer, and the table of their ends.
+
+The queue is made when a mapper expects to spill for the first time. Large spills are staged: written and synced ahead,
+outside of the transaction, which then only adopts their file; one that is never published is collected by the store.
+Small ones travel in the transaction, and share files.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from shuffle.durable.mapper_state import MapperState, lookup_state
+from shuffle.errors import CommitUnknown, OutOfRange, StoreUnavailable, UnknownTable
+from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
+from shuffle.limits import MIB
+from shuffle.mapper.bucket import ServedBatch
+from shuffle.mapper.spill.spill import (
+    SPILL_SCHEMA,
+    Spill,
+    SpillAnswer,
+    SpilledBatch,
+    SpillEnd,
+    SpillHead,
+    SpillPart,
+    SpillRead,
+    decode_batch,
+    decode_heads,
+    encode,
+)
+from shuffle.spec.config import Compression
+
+if TYPE_CHECKING:
+    from shuffle.statestore import Snapshot, StateClient, Transaction
+
+SPILLS_KEY = pa.schema([("mapper_index", pa.int32()), ("reducer_index", pa.int32())])
+SPILLS_VALUE = pa.schema(
+    [
+        ("position", pa.int64()),
+        ("last_row_index", pa.int64()),
+        ("rows", pa.int64()),
+        ("bytes", pa.int64()),
+        ("stored_bytes", pa.int64()),
+        ("since_ms", pa.int64()),
+    ]
+)
+SPILLS_ROW = pa.schema([*SPILLS_KEY, *SPILLS_VALUE])
+
+STAGED_BYTES_MIN = 1 * MIB
+"""Less than this is not worth a file of its own, and does not hold up the store's writer for long."""
+
+STAGED_TTL_MS = 60_000
+"""How long staged rows wait for the transaction that follows at once; then they are garbage."""
+
+READ_BYTES = 4 * MIB
+"""Of stored batches, in one read of the queue."""
+
+ANSWER_BYTES_MAX = 4 * MIB
+"""Of spilled rows in one answer, whatever was asked for: they come on top of the window's limit."""
+
+LOAD_ATTEMPTS_MAX = 5
+"""Of finding where a spill begins. Only another instance that trims it can make one fail."""
+
+CACHED_MAX = 4
+"""Spilled batches kept, of different reducers: small answers would else decode each batch again and again."""
+
+
+def spills_table(processor: str) -> str:
+    return f"{processor}/spills"
+
+
+def spill_queue(processor: str, mapper_index: int) -> str:
+    return f"{processor}/spill/{mapper_index}"
+
+
+def lookup_spills(
+    source: StateClient | Transaction | Snapshot,
+    processor: str,
+    mapper_index: MapperIndex,
+    reducers: Sequence[ReducerIndex],
+) -> dict[ReducerIndex, SpillEnd]:
+    """Where the spills of these reducers end, as ``source`` sees it; those that were never spilled for are absent."""
+    mappers = pa.array([mapper_index] * len(reducers), pa.int32())
+    keys = pa.table([mappers, pa.array(reducers, pa.int32())], schema=SPILLS_KEY)
+    return {
+        ReducerIndex(row["reducer_index"]): SpillEnd(
+            row["position"],
+            ShuffleIndex(row["last_row_index"]),
+            row["rows"],
+            row["bytes"],
+            row["stored_bytes"],
+            row["since_ms"],
+        )
+        for row in source.lookup(spills_table(processor), keys).to_pylist()
+    }
+
+
+def done_row_indexes(
+    source: StateClient | Transaction | Snapshot,
+    processor: str,
+    mapper_index: MapperIndex,
+    committed: Mapping[ReducerIndex, ShuffleIndex],
+) -> dict[ReducerIndex, ShuffleIndex]:
+    """Per reducer, up to where nothing of this mapper is left for it, given what it has ``committed``.
+
+    That is the mapper's persisted state, even where the reducer's own last row is far below, unless rows between the
+    two are in the spill. ``source`` should see one moment.
+    """
+    state = lookup_state(source, processor, mapper_index) or MapperState()
+    try:
+        spills = lookup_spills(source, processor, mapper_index, list(committed))
+    except UnknownTable:
+        spills = {}  # No mapper that can spill has ever run here.
+    return {
+        reducer: last
+        if reducer in spills and spills[reducer].last_row_index > last
+        else max(last, ShuffleIndex(state.shuffle_unread_row_index - 1))
+        for reducer, last in committed.items()
+    }
+
+
+def spill_rows(mapper_index: MapperIndex, ends: Mapping[ReducerIndex, SpillEnd]) -> pa.Table:
+    rows = [
+        (mapper_index, reducer, e.position, e.last_row_index, e.rows, e.nbytes, e.stored_bytes, e.since_ms)
+        for reducer, e in ends.items()
+    ]
+    columns = zip(*rows, strict=True)
+    return pa.table([pa.array(c, f.type) for c, f in zip(columns, SPILLS_ROW, strict=True)], schema=SPILLS_ROW)
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Rows on their way into the spill."""
+
+    before: dict[ReducerIndex, SpillEnd]
+    after: dict[ReducerIndex, SpillEnd] = field(default_factory=dict)
+    staged: dict[ReducerIndex, str] = field(default_factory=dict)
+    tables: dict[ReducerIndex, pa.Table] = field(default_factory=dict)
+
+
+class SpillStore:
+    """The spill of one mapper. ``read`` may be called by many threads, the rest by one at a time."""
+
+    def __init__(
+        self,
+        client: StateClient,
+        processor: str,
+        mapper_index: MapperIndex,
+        reducer_count: int,
+        compression: Compression = "lz4",
+    ) -> None:
+        self._client = client
+        self._processor = processor
+        self._mapper_index = mapper_index
+        self._reducer_count = reducer_count
+        self._compression: Compression = compression
+        self._queue_name = spill_queue(processor, mapper_index)
+        self._has_queue = False
+        self._cache: OrderedDict[ReducerIndex, SpilledBatch] = OrderedDict()
+        self._cache_lock = threading.Lock()
+
+    # the whole of it, after a restart
+
+    def load(self) -> tuple[MapperState | None, dict[ReducerIndex, Spill]]:
+        """The mapper's persisted state, and what is in the spill at the same moment.
+
+        Where a spill begins is asked afterwards. It may have moved on by then, even past the end that was found; but
+        what was trimmed was committed, so it is not missed.
+        """
+        reducers = [ReducerIndex(index) for index in range(self._reducer_count)]
+        with self._client.snapshot() as snapshot:
+            state = lookup_state(snapshot, self._processor, self._mapper_index)
+            ends = lookup_spills(snapshot, self._processor, self._mapper_index, reducers)
+        if not ends:
+            return state, {}
+        return state, {reducer: self._load_one(reducer, end) for reducer, end in ends.items()}
+
+    def _load_one(self, reducer: ReducerIndex, end: SpillEnd) -> Spill:
+        queue = self._client.queue(self._queue_name)
+        for _ in range(LOAD_ATTEMPTS_MAX):
+            begin, _ = queue.bounds()[reducer]
+            if begin >= end.position:
+                return Spill(end, end.position, end.rows, end.nbytes)
+            try:
+                first, _ = queue.read(reducer, begin, max_rows=1)
+            except OutOfRange:
+                continue  # Another instance has trimmed it meanwhile.
+            return Spill(end, begin, first["rows_before"][0].as_py(), first["bytes_before"][0].as_py())
+        raise StoreUnavailable(f"the spill of reducer {reducer} is being trimmed all the time")
+
+    # writing
+
+    def get_ready(self) -> None:
+        """Make the queue, if this instance does not know that it is there."""
+        if not self._has_queue:
+            self._client.create_queue(self._queue_name, SPILL_SCHEMA, self._reducer_count, if_not_exists=True)
+            self._has_queue = True
+
+    def prepare(
+        self,
+        parts: Mapping[ReducerIndex, Sequence[SpillPart]],
+        before: dict[ReducerIndex, SpillEnd],
+        dropped: Mapping[ReducerIndex, ShuffleIndex],
+        is_begun: Mapping[ReducerIndex, bool],
+    ) -> Prepared:
+        """Encode the rows, and write the large ones ahead of the transaction."""
+        self.get_ready()
+        queue = self._client.queue(self._queue_name)
+        prepared = Prepared(before)
+        now_ms = time.time_ns() // 1_000_000
+        for reducer, rows in parts.items():
+            end = before[reducer]
+            since_ms = end.since_ms if is_begun[reducer] else now_ms
+            table, after = encode(rows, end, dropped[reducer], self._compression, since_ms)
+            prepared.after[reducer] = after
+            if table.nbytes >= STAGED_BYTES_MIN:
+                prepared.staged[reducer] = queue.stage(table, ttl_ms=STAGED_TTL_MS)
+            else:
+                prepared.tables[reducer] = table
+        return prepared
+
+    def is_expected(self, tx: Transaction, prepared: Prepared) -> bool:
+        """Whether the spills end where this instance thinks they do. It makes the transaction depend on it."""
+        found = lookup_spills(tx, self._processor, self._mapper_index, list(prepared.before))
+        return all(found.get(reducer, SpillEnd()) == end for reducer, end in prepared.before.items())
+
+    def write(self, tx: Transaction, prepared: Prepared) -> None:
+        for reducer, staged_id in prepared.staged.items():
+            tx.publish(self._queue_name, reducer, staged_id)
+        for reducer, table in prepared.tables.items():
+            tx.append(self._queue_name, reducer, table)
+        tx.write(spills_table(self._processor), spill_rows(self._mapper_index, prepared.after))
+
+    def discard(self, prepared: Prepared) -> None:
+        """It is certain that the transaction did not and will not happen."""
+        for staged_id in prepared.staged.values():
+            self._client.queue(self._queue_name).discard(staged_id)
+
+    def trim(self, positions: Mapping[ReducerIndex, int]) -> bool:
+        """Give up what is committed; False if it has to be done again, because nobody knows whether it was done.
+
+        It may be repeated, and be done by any instance: what is committed stays so.
+        """
+        with self._client.transaction() as tx:
+            for reducer, position in positions.items():
+                tx.trim(self._queue_name, reducer, position)
+            try:
+                tx.commit()
+            except CommitUnknown:
+                return False
+        return True
+
+    # reading
+
+    def read(self, read: SpillRead) -> tuple[list[SpillHead], list[ServedBatch]]:
+        """The rows that answer ``read``, and where the batches end that were met on the way."""
+        queue = self._client.queue(self._queue_name)
+        answer = SpillAnswer(read, ANSWER_BYTES_MAX)
+        met: list[SpillHead] = []
+        position = read.position
+        cached = self._cached(read.reducer_index, position)
+        if cached is not None:
+            met.append(cached.head)
+            position += 1
+            if not answer.add(cached):
+                return met, answer.served
+        while position < read.end:
+            found, _ = queue.read(read.reducer_index, position, max_rows=read.end - position, max_bytes=READ_BYTES)
+            if not found.num_rows:
+                break
+            for at, head in enumerate(decode_heads(found, position)):
+                met.append(head)
+                if head.last_row_index <= read.cursor:
+                    continue
+                batch = decode_batch(found, at, head)
+                if not answer.add(batch):
+                    self._keep(read.reducer_index, batch)
+                    return met, answer.served
+            position += found.num_rows
+        return met, answer.served
+
+    def _cached(self, reducer: ReducerIndex, position: int) -> SpilledBatch | None:
+        with self._cache_lock:
+            found = self._cache.get(reducer)
+        return found if found is not None and found.head.position == position else None
+
+    def _keep(self, reducer: ReducerIndex, batch: SpilledBatch) -> None:
+        with self._cache_lock:
+            self._cache[reducer] = batch
+            self._cache.move_to_end(reducer)
+            if len(self._cache) > CACHED_MAX:
+                self._cache.popitem(last=False)

@@ -1,0 +1,174 @@
+"""A ``ReducerCore`` shared by the fetchers and the thread that reduces and commits: one lock, and who waits for what.
+
+The decisions are the core's, but for one that needs a clock: how long rows may add up before they are reduced. Every
+wait ends when the pipeline is stopped.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import pyarrow as pa
+
+from shuffle.durable.reducer_state import ReducerState
+from shuffle.errors import ShuffleError
+from shuffle.ids import MapperIndex, ShuffleIndex
+from shuffle.limits import MIB
+from shuffle.reducer.core import FetchPlan, ReducerCore, Settled, Work
+
+T = TypeVar("T")
+
+_WAIT_S = 1.0
+"""How long one wait lasts before its condition is looked at again, should a wake-up ever be missed."""
+
+GATHER_BYTES_PER_S = 16 * MIB
+"""A reducer that takes in as much as this lets rows add up before it reduces them: each commit writes a page at least,
+and every key that it touches once, so fewer and larger ones leave more of the machine to the rows."""
+
+GATHER_BYTES_MIN = 1 * MIB
+"""Behind a work smaller than this, nothing is ever waited for: that is where latency counts."""
+
+GATHER_S_MAX = 0.3
+"""How long rows may be left to add up, at that rate. Keys repeat: the rows of three tenths of a second have few more of
+them than those of one tenth, so that a commit costs and writes little more, and there are a third as many."""
+
+GATHER_IDLE_S = 0.04
+"""Nothing came for so long: there may be no more."""
+
+
+class Pipeline:
+    def __init__(self, core: ReducerCore) -> None:
+        self._core = core
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        self._answers_empty = 0
+        self._taken_s = time.monotonic()
+        """When the last work was taken."""
+        self._taken_bytes = 0
+        """And how much it had."""
+        self.failure: ShuffleError | None = None
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    def stop(self) -> None:
+        """No new requests and no new works; what is being reduced is still committed."""
+        self._stopping.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def fail(self, error: ShuffleError) -> None:
+        """Stop because of ``error``; the first one is the one that is reported."""
+        with self._changed:
+            self.failure = self.failure or error
+        self.stop()
+
+    def sleep(self, seconds: float) -> bool:
+        """Waits out a back-off; False when the pipeline is stopped meanwhile."""
+        return not self._stopping.wait(seconds)
+
+    def wait_stopped(self, seconds: float) -> bool:
+        return self._stopping.wait(seconds)
+
+    # -- fetch --------------------------------------------------------------------------------------------------------
+
+    def next_plan(self, mapper_index: MapperIndex) -> FetchPlan | None:
+        """What to ask this mapper for, as soon as there is room; None when stopped."""
+        return self._wait(lambda: None if self.stopping else self._core.fetch_plan(mapper_index), lambda: self.stopping)
+
+    def fetched(self, plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]]) -> int:
+        """The rows that were queued: none if the answer came too late for its epoch."""
+        with self._changed:
+            rows = self._core.fetched(plan, batches)
+            if not rows:
+                self._answers_empty += 1
+            # Nothing is news, too, to a reducer that lets rows add up: a mapper without room answers so.
+            self._changed.notify_all()
+            return rows
+
+    def committed_row_index(self, mapper_index: MapperIndex) -> ShuffleIndex:
+        with self._changed:
+            return self._core.committed_state[mapper_index]
+
+    # -- process ------------------------------------------------------------------------------------------------------
+
+    def next_work(self) -> Work | None:
+        """The next work to reduce; None when stopped."""
+        self._gather()
+        # Not taken once stopping, even if there is some: it would be work that nobody waits for.
+        work = self._wait(lambda: None if self.stopping else self._core.take(), lambda: self.stopping)
+        self._taken_s, self._taken_bytes = time.monotonic(), 0 if work is None else work.size_bytes
+        return work
+
+    def _gather(self) -> None:
+        """Under load, lets rows add up for a moment: until there are many, or a mapper has none or no room for more."""
+        with self._changed:
+            now_s = time.monotonic()
+            if self._taken_bytes <= max(GATHER_BYTES_MIN, GATHER_BYTES_PER_S * (now_s - self._taken_s)):
+                return
+            end_s, empty_before, seen_bytes = now_s + GATHER_S_MAX, self._answers_empty, -1
+            while now_s < end_s and not self.stopping and self._answers_empty == empty_before:
+                queued_bytes = self._core.queued_bytes
+                if queued_bytes == seen_bytes or self._core.has_enough:
+                    return
+                seen_bytes = queued_bytes
+                self._changed.wait(min(GATHER_IDLE_S, end_s - now_s))
+                now_s = time.monotonic()
+
+    def is_current(self, work: Work) -> bool:
+        with self._changed:
+            return self._core.is_current(work)
+
+    # -- commit -------------------------------------------------------------------------------------------------------
+
+    def committed(self, work: Work) -> bool:
+        """Whether ``work`` was still wanted; if not, the pipeline was restarted while it was being committed."""
+        with self._changed:
+            current = self._core.is_current(work)
+            if current:
+                self._core.committed(work)
+                self._changed.notify_all()
+            return current
+
+    def settle(self, work: Work, persisted: ReducerState) -> Settled | None:
+        """See ``ReducerCore.settle``; None if the pipeline was restarted meanwhile."""
+        with self._changed:
+            if not self._core.is_current(work):
+                return None
+            settled = self._core.settle(work, persisted)
+            self._changed.notify_all()
+            return settled
+
+    # -- restart ------------------------------------------------------------------------------------------------------
+
+    def restart(self, persisted: ReducerState) -> None:
+        with self._changed:
+            self._core.restart(persisted)
+            self._changed.notify_all()
+
+    def reconcile(self, read_state: Callable[[], ReducerState]) -> ReducerState | None:
+        """Compare with the persisted state; start again from it, and return it, if another instance has moved it."""
+        with self._changed:
+            before = (self._core.epoch, self._core.committed_state)
+        persisted = read_state()
+        with self._changed:
+            # If a commit of our own went through meanwhile, what was read may be older than what is known.
+            if before != (self._core.epoch, self._core.committed_state) or self._core.agrees(persisted):
+                return None
+            self._core.restart(persisted)
+            self._changed.notify_all()
+            return persisted
+
+    def _wait(self, find: Callable[[], T | None], ended: Callable[[], bool]) -> T | None:
+        with self._changed:
+            while True:
+                found = find()
+                if found is not None or ended():
+                    return found
+                self._changed.wait(_WAIT_S)

@@ -1,0 +1,1 @@
+"""What a processor keeps in the store: its tables, their schemas and their states."""

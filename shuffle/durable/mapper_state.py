@@ -1,0 +1,124 @@
+"""The mapper's persisted state: one row per mapper in the table ``<processor>/mappers``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from shuffle.durable.reducer_state import REDUCERS_KEY, ReducerState
+from shuffle.errors import UnknownTable
+from shuffle.ids import InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
+from shuffle.statestore.codec.arrow_bytes import Binary, listed
+
+if TYPE_CHECKING:
+    from shuffle.statestore import Snapshot, StateClient, Transaction
+
+MAPPERS_KEY = pa.schema([("mapper_index", pa.int32())])
+MAPPERS_VALUE = pa.schema(
+    [
+        ("input_unread_row_index", pa.int64()),
+        ("shuffle_unread_row_index", pa.int64()),
+        ("continuation_token", pa.binary()),
+    ]
+)
+MAPPERS_ROW = pa.schema([*MAPPERS_KEY, *MAPPERS_VALUE])
+
+
+@dataclass(frozen=True, slots=True)
+class MapperState:
+    """Everything before these positions has been committed by the reducers it was meant for, or is in the spill."""
+
+    input_unread_row_index: InputIndex = InputIndex(0)
+    shuffle_unread_row_index: ShuffleIndex = ShuffleIndex(0)
+    continuation_token: Token = Token(b"")
+
+    def is_before(self, other: MapperState) -> bool:
+        return self.input_unread_row_index < other.input_unread_row_index
+
+
+def mappers_table(processor: str) -> str:
+    return f"{processor}/mappers"
+
+
+def key_rows(mapper_index: MapperIndex) -> pa.Table:
+    return pa.table([pa.array([mapper_index], pa.int32())], schema=MAPPERS_KEY)
+
+
+def state_rows(mapper_index: MapperIndex, state: MapperState) -> pa.Table:
+    """``state`` as the table's one row for this mapper."""
+    return pa.table(
+        [
+            pa.array([mapper_index], pa.int32()),
+            pa.array([state.input_unread_row_index], pa.int64()),
+            pa.array([state.shuffle_unread_row_index], pa.int64()),
+            pa.array([state.continuation_token], pa.binary()),
+        ],
+        schema=MAPPERS_ROW,
+    )
+
+
+def state_from_rows(rows: pa.Table) -> MapperState | None:
+    """The state in the answer of a lookup; None before the first commit."""
+    if rows.num_rows == 0:
+        return None
+    assert rows.num_rows == 1
+    row = rows.to_pylist()[0]
+    return MapperState(
+        InputIndex(row["input_unread_row_index"]),
+        ShuffleIndex(row["shuffle_unread_row_index"]),
+        Token(row["continuation_token"]),
+    )
+
+
+def lookup_state(
+    source: StateClient | Transaction | Snapshot, processor: str, mapper_index: MapperIndex
+) -> MapperState | None:
+    """The persisted state as ``source`` sees it."""
+    return state_from_rows(source.lookup(mappers_table(processor), key_rows(mapper_index)))
+
+
+def lookup_committed(
+    source: StateClient | Transaction | Snapshot, processor: str, mapper_index: MapperIndex, reducer_count: int
+) -> dict[ReducerIndex, ShuffleIndex]:
+    """What each reducer's own row says that it has committed of this mapper's rows; those without a row are absent."""
+    keys = pa.table([pa.array(range(reducer_count), pa.int32())], schema=REDUCERS_KEY)
+    rows = source.lookup(f"{processor}/reducers", keys)
+    return {
+        ReducerIndex(row["reducer_index"]): ReducerState.decode_any(row["committed_row_indices"])[mapper_index]
+        for row in rows.to_pylist()
+    }
+
+
+class PersistedState:
+    """Fetches the state again and again. It is asked for with every batch and seldom changes, so it is decoded once."""
+
+    def __init__(self, client: StateClient, processor: str, mapper_index: MapperIndex) -> None:
+        self._client = client
+        self._table = mappers_table(processor)
+        self._key = key_rows(mapper_index)
+        self._asked: tuple[int, Binary] | None = None
+        """The table's id, and the key as the store has it."""
+        self._last: tuple[bytes | None, MapperState | None] | None = None
+        """The value that was decoded last, and what it says."""
+
+    def fetch(self) -> MapperState | None:
+        try:
+            return self._fetch()
+        except UnknownTable:
+            # Made anew since, perhaps: its id is another one then.
+            self._asked = self._last = None
+            self._client.forget_names()
+            return self._fetch()
+
+    def _fetch(self) -> MapperState | None:
+        if self._asked is None:
+            table = self._client.table_handle(self._table)
+            self._asked = table.table_id, table.encode_keys(self._key)[1]
+        values = self._client.store.get(None, *self._asked)
+        value: bytes | None = listed(values)[0]
+        if self._last is None or self._last[0] != value:
+            table = self._client.table_handle(self._table)
+            self._last = value, state_from_rows(table.found_rows(table.encode_keys(self._key)[0], values))
+        return self._last[1]

@@ -1,0 +1,1 @@
+"""Ready-made jobs: a mapper that hashes, a reducer that aggregates."""

@@ -1,0 +1,335 @@
+"""Base classes for the usual jobs, so that such a job is a few declarative lines:
+
+    class ParseLogs(HashMapper):
+        key = ["user", "cluster"]
+        not_null = ["user"]
+
+    class CountByUser(AggregateReducer):
+        table = "activity"
+        key = ["user", "cluster"]
+        aggregates = {"count": Count(), "last_access": Max("timestamp")}
+
+A class may also declare the configuration it takes: ``config_schema = {"cluster": str, "limit": (int, 100)}``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shuffle.api import Mapper, PartitionedRowset, Reducer, WorkerSpec
+from shuffle.errors import NullKey, SchemaMismatch, SpecError
+from shuffle.jobs.aggregates import Aggregate, state_type
+from shuffle.limits import MIB
+from shuffle.partition import hash_partition
+
+if TYPE_CHECKING:
+    from shuffle.statestore import StateClient, Transaction
+
+_REQUIRED = object()
+
+STATE_BYTES_MAX = 64 * MIB
+"""State that a reducer keeps in memory between batches; beyond it, it is looked up again."""
+
+STATE_ROWS_PER_KEY_MAX = 8
+"""State is kept only while a batch touches at least one in so many of its rows. Below that, going through all of them
+costs more than asking the store for a few."""
+
+
+def check_config(cls: type, config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The user's configuration with defaults filled in, checked against ``cls.config_schema`` if the class has one.
+
+    ``config_schema`` maps each name to its type, or to ``(type, default)``. Raises ``SpecError`` with every mistake.
+    """
+    given = dict(config or {})
+    schema: Mapping[str, Any] | None = getattr(cls, "config_schema", None)
+    if schema is None:
+        return given
+    problems = []
+    for name in given.keys() - schema.keys():
+        close = difflib.get_close_matches(str(name), schema, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(sorted(schema)) or 'none'}"
+        problems.append(f"unknown key {name!r}; {hint}")
+    checked = {}
+    for name, declared in schema.items():
+        kind, default = declared if isinstance(declared, tuple) else (declared, _REQUIRED)
+        if name not in given:
+            if default is _REQUIRED:
+                problems.append(f"{name!r} is missing: it must be {_called(kind)}")
+            checked[name] = default
+        elif _fits(given[name], kind) or (default is None and given[name] is None):
+            checked[name] = float(given[name]) if kind is float else given[name]
+        else:
+            problems.append(f"{name!r} must be {_called(kind)}, not {given[name]!r}")
+    if problems:
+        raise SpecError(f"config of {cls.__name__}: " + "; ".join(sorted(problems)), problems=sorted(problems))
+    return checked
+
+
+def _fits(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        # To Python a bool is an int; to the writer of a spec ``limit: true`` is a mistake.
+        return kind in (bool, object)
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _called(kind: type) -> str:
+    names = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+    return names.get(kind, f"a {kind.__name__}" if kind is not dict else "a mapping")
+
+
+class HashMapper(Mapper):
+    """Filters and projects rows, and sends each to the reducer that its key columns hash to."""
+
+    key: ClassVar[Sequence[str]]
+    """The columns that decide where a row goes."""
+    columns: ClassVar[Sequence[str] | None] = None
+    """The columns that reducers get; all of them by default."""
+    not_null: ClassVar[Sequence[str]] = ()
+    """Rows with a null in one of these columns are left out."""
+
+    def __init__(self, config: Mapping[str, Any], spec: WorkerSpec, state: StateClient, schema: pa.Schema) -> None:
+        super().__init__(check_config(type(self), config), spec, state, schema)
+        _check_names(type(self), "key", required=True)
+        for attribute in ("key", "columns", "not_null"):
+            for column in getattr(self, attribute, None) or ():
+                _check_column(column, schema.names, f"{type(self).__name__}.{attribute}", SpecError)
+
+    def where(self, rows: pa.Table) -> pa.Array | pa.ChunkedArray | None:
+        """Override to keep only some rows: a boolean for each, where false and null leave the row out."""
+        return None
+
+    def map(self, rows: pa.Table) -> PartitionedRowset:
+        mask = self.where(rows)
+        for column in self.not_null:
+            if rows[column].null_count:
+                valid = rows[column].is_valid()
+                mask = valid if mask is None else pc.and_kleene(mask, valid)
+        columns = rows.column_names if self.columns is None else list(self.columns)
+        # The key decides where a row goes even if the reducers do not get to see it.
+        kept = rows.select([*columns, *(column for column in self.key if column not in columns)])
+        if mask is not None:
+            kept = kept.filter(mask)
+        partitioned = hash_partition(kept, self.key, self.spec.reducer_count, self.spec.max_parallelism)
+        return PartitionedRowset(kept.select(columns), partitioned.partition_indexes)
+
+
+class AggregateReducer(Reducer):
+    """Keeps aggregates per key in a table, which it creates if it is not there.
+
+    The table's key columns are ``key``, its value columns the ``aggregates`` by name. Types follow from the rows; see
+    each aggregate. Nulls are as in SQL, except that a key must not be null: leave such rows out in the mapper.
+
+    While batches are large, what was written stays in memory and is not looked up again. The table is therefore to be
+    written by this class alone. That another instance of this reducer did not do so is what the commit checks anyway:
+    it fails unless the reducer's own row is as the last commit left it, and after any failure everything is forgotten.
+    """
+
+    table: ClassVar[str]
+    """The table that holds the result."""
+    key: ClassVar[Sequence[str]]
+    """The columns whose values make a key of the table."""
+    aggregates: ClassVar[Mapping[str, Aggregate]]
+    """What is kept for each key, by the name of its column: ``{"count": Count()}``."""
+
+    def __init__(self, config: Mapping[str, Any], spec: WorkerSpec, state: StateClient) -> None:
+        super().__init__(check_config(type(self), config), spec, state)
+        self._check_declaration()
+        self._rows_schema: pa.Schema | None = None
+        self._key_schema = pa.schema([])
+        self._fields: dict[str, list[pa.Field]] = {}
+        self._state: pa.Table | None = None
+        """Rows of the table as of the last commit; None when nothing is known."""
+        self._written: tuple[Transaction, pa.Table | None] | None = None
+        """The last transaction returned, and what the state is if it was committed."""
+
+    def forget(self) -> None:
+        self._state, self._written = None, None
+
+    def reduce(self, rows: pa.Table) -> Transaction | None:
+        if not rows.num_rows:
+            return None
+        if self._rows_schema is None or not rows.schema.equals(self._rows_schema):
+            self._prepare(rows.schema)
+        self._settle()
+        keys, new = self._aggregate(rows)
+        tx = self.state.transaction()
+        try:
+            merged = self._merge(keys, self.load(tx, keys), new)
+            tx.write(self.table, merged)
+        except BaseException:
+            tx.abort()
+            raise
+        self._written = tx, self._after(merged)
+        return tx
+
+    def _settle(self) -> None:
+        """Only of a transaction whose commit was acknowledged is it known what it left behind."""
+        if self._written is not None:
+            tx, state = self._written
+            self._state, self._written = state if tx.is_committed else None, None
+
+    def _after(self, merged: pa.Table) -> pa.Table | None:
+        """The state once ``merged`` is committed, or None if it is not worth keeping."""
+        state = merged
+        if self._state is not None:
+            replaced = _places(self._state.select(self.key), merged)
+            state = pa.concat_tables([self._state.filter(replaced.is_null()), merged]).combine_chunks()
+        few = merged.num_rows * STATE_ROWS_PER_KEY_MAX < state.num_rows
+        return None if few or state.nbytes > STATE_BYTES_MAX else state
+
+    def load(self, tx: Transaction, keys: pa.Table) -> pa.Table:
+        """The table's rows for these keys: key and value columns, missing keys absent, in the order of ``keys``.
+
+        The one place where state is read.
+        """
+        if self._state is None or keys.num_rows * STATE_ROWS_PER_KEY_MAX < self._state.num_rows:
+            self._state = None
+            return tx.lookup(self.table, keys)
+        places = _places(keys, self._state)
+        if not places.null_count:
+            return self._state.take(places)
+        unknown = places.is_null()
+        missing = keys.filter(unknown)
+        found = tx.lookup(self.table, missing).select(self._state.column_names).cast(self._state.schema)
+        if found.num_rows:
+            behind = pc.add(_places(missing, found), self._state.num_rows)
+            places = pc.replace_with_mask(places, unknown, behind)
+        return pa.concat_tables([self._state, found]).combine_chunks().take(places.drop_null())
+
+    def _check_declaration(self) -> None:
+        cls = type(self)
+        _check_names(cls, "key", required=True)
+        table, aggregates = getattr(cls, "table", None), getattr(cls, "aggregates", None)
+        if not isinstance(table, str) or not table:
+            raise SpecError(f'{cls.__name__} needs the name of its table: table = "…"')
+        if not isinstance(aggregates, Mapping) or not aggregates:
+            raise SpecError(f'{cls.__name__} needs aggregates, like {{"count": Count()}}')
+        for name, aggregate in aggregates.items():
+            if not isinstance(aggregate, Aggregate):
+                hint = "; write it with parentheses" if isinstance(aggregate, type) else ""
+                raise SpecError(f"{cls.__name__}.aggregates[{name!r}] is {aggregate!r}, which is no aggregate{hint}")
+
+    def _prepare(self, schema: pa.Schema) -> None:
+        """Finds out the table's columns from those of the rows, and creates it if it is missing."""
+        where = f"{type(self).__name__}.%s"
+        for column in self.key:
+            _check_column(column, schema.names, where % "key", SchemaMismatch)
+        for name, aggregate in self.aggregates.items():
+            for column in aggregate.needs():
+                _check_column(column, schema.names, where % f"aggregates[{name!r}]", SchemaMismatch)
+        key_schema = pa.schema(
+            [pa.field(name, state_type(schema.field(name).type), nullable=False) for name in self.key]
+        )
+        fields = {name: aggregate.state_fields(name, schema) for name, aggregate in self.aggregates.items()}
+        value_fields = [field for columns in fields.values() for field in columns]
+        names = [*self.key, *(field.name for field in value_fields)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise SpecError(f"{type(self).__name__}: table {self.table!r} would have two columns {twice[0]!r}")
+        self.state.create_table(self.table, key=key_schema, value=pa.schema(value_fields), if_not_exists=True)
+        self._rows_schema, self._key_schema, self._fields = schema, key_schema, fields
+
+    def _aggregate(self, rows: pa.Table) -> tuple[pa.Table, dict[str, list[pa.Array]]]:
+        """The distinct keys of a batch, and the state that the batch alone gives for each."""
+        columns = {f"k{position}": self._key_column(rows, name) for position, name in enumerate(self.key)}
+        group_by = list(columns)
+        wanted: list[tuple[Any, str, Any]] = []
+        outputs: dict[str, list[str]] = {}
+        for position, (name, aggregate) in enumerate(self.aggregates.items()):
+            outputs[name] = []
+            for part, needed in enumerate(aggregate.inputs(rows)):
+                column = f"a{position}_{part}"
+                if needed.values is None:
+                    outputs[name].append(needed.function)
+                    if ([], needed.function, None) not in wanted:
+                        wanted.append(([], needed.function, None))
+                    continue
+                columns[column] = needed.values
+                wanted.append((column, needed.function, needed.options))
+                outputs[name].append(f"{column}_{needed.function}")
+        # One thread: the reducer's stages run side by side already, and order of arrival must stay.
+        grouped = pa.table(columns).group_by(group_by, use_threads=False).aggregate(wanted).combine_chunks()
+        keys = pa.table([grouped[name] for name in group_by], schema=self._key_schema)
+        new = {}
+        for name, aggregate in self.aggregates.items():
+            results = [_array(grouped[output]) for output in outputs[name]]
+            new[name] = aggregate.partial(rows, results, self._fields[name])
+        return keys, new
+
+    def _key_column(self, rows: pa.Table, name: str) -> pa.ChunkedArray:
+        column = rows[name]
+        if column.null_count:
+            row = pc.index(column.is_null(), True).as_py()
+            raise NullKey(
+                f"key column {name!r} of {type(self).__name__} is null in row {row} of {rows.num_rows}; "
+                f"leave such rows out in the mapper (not_null = [{name!r}])",
+                table=self.table,
+                column=name,
+                row=row,
+            )
+        kind = self._key_schema.field(name).type
+        column = column if column.type == kind else column.cast(kind)
+        if pa.types.is_floating(kind):
+            # As keys of a table -0.0 is 0.0 and there is one NaN; group_by would make them rows of their own.
+            nan = pa.scalar(np.nan, kind)
+            column = pc.if_else(pc.is_nan(column), nan, pc.add(column, pa.scalar(0.0, kind)))
+        return column
+
+    def _merge(self, keys: pa.Table, old: pa.Table, new: dict[str, list[pa.Array]]) -> pa.Table:
+        columns = dict(zip(keys.column_names, keys.columns, strict=True))
+        # If every key was found, they are in the order of the keys.
+        found_all = old.num_rows == keys.num_rows
+        places = pa.array(np.arange(keys.num_rows)) if found_all else _places(keys, old) if old.num_rows else None
+        for name, aggregate in self.aggregates.items():
+            fields, states = self._fields[name], new[name]
+            if places is not None:
+                before = [_array(old[field.name].take(places)).cast(field.type) for field in fields]
+                states = aggregate.merge(before, states, fields)
+            columns.update(zip((field.name for field in fields), states, strict=True))
+        return pa.table(columns)
+
+
+def _places(keys: pa.Table, old: pa.Table) -> pa.Array:
+    """For each of ``keys`` the row of ``old`` that has it, or null."""
+    names = keys.column_names
+    found = old.select(names).cast(keys.schema)
+    old_places = pa.array(np.arange(old.num_rows, dtype=np.int64))
+    key_places = pa.array(np.arange(keys.num_rows, dtype=np.int64))
+    both = pa.concat_tables(
+        [
+            keys.append_column("_key", key_places).append_column("_old", pa.nulls(keys.num_rows, pa.int64())),
+            found.append_column("_key", pa.nulls(old.num_rows, pa.int64())).append_column("_old", old_places),
+        ]
+    )
+    joined = both.group_by(names, use_threads=False).aggregate([("_key", "max"), ("_old", "max")])
+    asked = joined.filter(joined["_key_max"].is_valid())
+    in_order = np.argsort(asked["_key_max"].to_numpy(), kind="stable")
+    return _array(asked["_old_max"].take(pa.array(in_order)))
+
+
+def _array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    if isinstance(column, pa.Array):
+        return column
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def _check_names(cls: type, attribute: str, *, required: bool) -> None:
+    names = getattr(cls, attribute, None)
+    if isinstance(names, str):
+        raise SpecError(f"{cls.__name__}.{attribute} must be a list of columns: [{names!r}]")
+    if required and not names:
+        raise SpecError(f'{cls.__name__} needs its key columns: {attribute} = ["…"]')
+
+
+def _check_column(column: str, names: Sequence[str], where: str, error: type[SpecError] | type[SchemaMismatch]) -> None:
+    if column in names:
+        return
+    close = difflib.get_close_matches(column, names, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(names)}"
+    raise error(f"{where}: the rows have no column {column!r}; {hint}", column=column)

@@ -1,0 +1,378 @@
+"""``shuffle run``: the store (if it is embedded), the mappers and the reducers as processes; started, watched, stopped.
+
+1. The store: if ``state`` is a folder that nobody serves, a daemon is started for it. If somebody else's daemon serves
+   it and ends, one is started in its place.
+2. The spec is checked against it, and ``map`` against a sample of the input; nothing else runs before that.
+3. Mappers and reducers are started; what dies is started again, with waits that grow.
+4. The end: Ctrl-C, SIGTERM, or ``--until-drained`` and everything is committed. Reducers stop first, so that what they
+   have fetched is still acknowledged; then mappers, which persist how far they came; then the store.
+
+A controller that is killed takes its children with it (``shuffle.run.launch``); what is durable is enough to go on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shuffle.durable.query_lease import refuse_beside_query
+from shuffle.errors import ShuffleError, SpecError, StoreUnavailable, UserCodeError
+from shuffle.ids import Token
+from shuffle.mapper.reader import decode_position, open_reader
+from shuffle.mapper.spill.store import spill_queue
+from shuffle.run.dead_letters import count_words, dead_letter_queues
+from shuffle.run.determinism import Difference, check_map
+from shuffle.run.status import ProcessorStatus, StatusCollector
+from shuffle.run.store_service import StoreKeeper, answering_address, log_folder, opened, require_store, served_store
+from shuffle.run.supervisor import EXIT_SPEC, EXIT_USER_CODE, Child, RestartPolicy, Supervisor
+from shuffle.run.terminal import ChildView, Rates, progress_line, render
+from shuffle.spec.config import ProcessorSpec, check_against_store
+from shuffle.support.logs import get_logger
+
+if TYPE_CHECKING:
+    from shuffle.statestore import StateClient
+
+STATE_ENVIRONMENT = "SHUFFLE_STATE"
+TICK_S = 0.1
+LOOK_S = 1.0
+"""Between two looks for the screen."""
+LINE_S = 5.0
+"""Between two lines of progress where there is no screen."""
+DRAIN_LOOK_S = 0.25
+CHECK_RETRY_S = 2.0
+
+_log = get_logger(__name__)
+
+__all__ = [
+    "Controller",
+    "DrainGoal",
+    "RestartPolicy",
+    "RunOptions",
+    "answering_address",
+    "log_folder",
+    "require_store",
+    "run",
+    "served_store",
+]
+
+
+# Draining ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class DrainGoal:
+    """When all input that was there has been committed.
+
+    A mapper persists a token only when every row before it is committed by the reducer it was meant for, or is in the
+    spill. So a queue is drained when each partition's persisted token has reached the end the queue had when draining
+    began, and a folder when nothing is left to read after the persisted token, and when nothing is spilled any more.
+    Plain data: the caller asks the store.
+    """
+
+    queue_ends: list[int] | None
+    """Per partition, for a queue; None for a folder."""
+    open_partitions: set[int] = field(default_factory=set)
+
+    def note(self, partition: int, position: int | None, rows_left: bool) -> None:
+        """Takes in where one partition stands: its position in a queue, or whether a folder has rows left."""
+        if self.queue_ends is not None:
+            done = position is not None and position >= self.queue_ends[partition]
+        else:
+            done = not rows_left
+        if done:
+            self.open_partitions.discard(partition)
+
+    @property
+    def reached(self) -> bool:
+        return not self.open_partitions
+
+
+def drain_goal(spec: ProcessorSpec, client: StateClient, mapper_count: int) -> DrainGoal:
+    ends = None
+    if spec.input.queue is not None:
+        ends = [end for _, end in client.queue(spec.input.queue).bounds()]
+    return DrainGoal(ends, set(range(mapper_count)))
+
+
+def look_whether_drained(goal: DrainGoal, spec: ProcessorSpec, client: StateClient) -> bool:
+    tokens = {
+        row["mapper_index"]: Token(row["continuation_token"])
+        for row in client.scan(spec.mappers_table).read_all().to_pylist()
+    }
+    begins = [begin for begin, _ in client.queue(spec.input.queue).bounds()] if spec.input.queue is not None else []
+    for partition in sorted(goal.open_partitions):
+        token = tokens.get(partition, Token(b""))
+        if goal.queue_ends is not None:
+            goal.note(partition, decode_position(token) if token else begins[partition], rows_left=False)
+        elif partition in tokens:
+            reader = open_reader(spec.input, partition, client)
+            try:
+                rows, _ = reader.read(0, 1, token)
+            finally:
+                reader.close()
+            goal.note(partition, None, rows_left=rows.num_rows > 0)
+    return goal.reached and not spilled_partitions(spec, client)
+
+
+def spilled_partitions(spec: ProcessorSpec, client: StateClient) -> list[tuple[str, int]]:
+    """(queue, reducer) of every spill that has rows left."""
+    prefix = spill_queue(spec.processor, 0).rpartition("/")[0] + "/"
+    names = [queue.name for queue in client.queues() if queue.name.startswith(prefix)]
+    return [
+        (name, reducer)
+        for name in names
+        for reducer, (begin, end) in enumerate(client.queue(name).bounds())
+        if begin < end
+    ]
+
+
+# The controller ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    until_drained: bool = False
+    screen: bool = True
+    check: bool = True
+    """Check on a sample of the input that ``map`` is deterministic."""
+    accept_new_map: bool = False
+    reducers: bool = True
+    """Without them the mappers serve somebody else's: Spark reads the rows, or runs the reducers as its tasks."""
+
+
+class Controller:
+    """Runs one processor until it is told to stop, is drained, or cannot go on."""
+
+    def __init__(self, spec: ProcessorSpec, options: RunOptions, say: Callable[[str], None]) -> None:
+        self._given = spec
+        self._options = options
+        self._say = say
+        self._supervisor = Supervisor()
+        self._stop = threading.Event()
+        self._signal: int | None = None
+        self._failure: ShuffleError | None = None
+        self._rates = Rates()
+        self._seen: ProcessorStatus | None = None
+        self._reported: set[str] = set()
+        self._keeper: StoreKeeper | None = None
+        self._ending = ""
+
+    def interrupt(self, number: int, _frame: Any = None) -> None:
+        """A signal handler. The first time asks for an orderly end, the second time insists."""
+        if self._stop.is_set():
+            self._supervisor.kill()
+        self._signal = number
+        self._stop.set()
+
+    def run(self) -> int:
+        """The exit code: 0 drained or stopped by SIGTERM, 130 Ctrl-C. Raises ``ShuffleError`` when it cannot go on."""
+        with log_folder(self._given) as logs:
+            try:
+                with served_store(self._given, self._supervisor, logs) as spec:  # 1
+                    os.environ[STATE_ENVIRONMENT] = spec.state
+                    if self._given.state_folder is not None and not self._supervisor.children:
+                        self._keeper = StoreKeeper(self._given.state_folder, spec.state, self._supervisor, logs)
+                    with opened(spec) as client:
+                        self._run_processor(spec, client, logs)
+            finally:
+                os.environ.pop(STATE_ENVIRONMENT, None)
+                self._supervisor.kill()  # Nothing of ours is left, whatever happened.
+            if self._failure is not None:
+                raise self._failure
+        return 128 + signal.SIGINT if self._signal == signal.SIGINT else 0
+
+    def _run_processor(self, spec: ProcessorSpec, client: StateClient, logs: Path) -> None:
+        mapper_count = check_against_store(spec, client, self._options.accept_new_map)  # 2
+        if self._options.reducers:
+            refuse_beside_query(client, spec.processor)
+        checked = not self._options.check or self._check_first_rows(spec, client, mapper_count)
+        goal = drain_goal(spec, client, mapper_count) if self._options.until_drained else None
+        if self._stop.is_set():
+            return
+        reducer_count = spec.reducer.count if self._options.reducers else 0
+        roles = [("mapper", mapper_count), ("reducer", reducer_count)]
+        workers = {role: [self._start(role, index, logs) for index in range(count)] for role, count in roles}  # 3
+        self._say(f"{spec.processor}: {mapper_count} mappers, {reducer_count} reducers, logs in {logs}")
+        try:
+            with StatusCollector(spec, client) as collector:
+                self._watch(spec, client, collector, goal, checked, mapper_count)
+        finally:
+            if self._signal is not None:
+                self._say(f"{spec.processor}: stopping; a second Ctrl-C kills what is left")
+                self._ending = "stopped; the next `shuffle run` goes on from here"
+            for role in ("reducer", "mapper"):  # 4
+                self._supervisor.stop(workers[role])
+        if self._ending:
+            self._say(f"{spec.processor}: {self._ending}{self._dead_letters(spec, client)}")
+
+    def _dead_letters(self, spec: ProcessorSpec, client: StateClient) -> str:
+        """For the last line: that rows were set aside must not look as if all of them had been counted."""
+        try:
+            words = count_words(dead_letter_queues(spec, client))
+        except ShuffleError as error:
+            _log.warning("dead letters not counted", error=error)
+            return ""
+        return f"; {words}: `shuffle dead-letters {self._given.path.name} show` prints them" if words else ""
+
+    def _start(self, role: str, index: int, logs: Path) -> Child:
+        arguments = [os.fspath(self._given.path), "--index", str(index)]
+        log_path = logs / f"{role}-{index}.log"
+        return self._supervisor.add(Child(f"{role} {index}", f"shuffle.{role}", lambda: arguments, log_path))
+
+    def _check_first_rows(self, spec: ProcessorSpec, client: StateClient, mapper_count: int) -> bool:
+        """Whether there were rows to check ``map`` on; ``SpecError`` if it is not deterministic."""
+        result = check_map(spec, client, mapper_count, partitions_max=1)
+        if result.difference is not None:
+            raise SpecError(not_deterministic(spec, result.difference))
+        return result.rows > 0
+
+    def _watch(
+        self,
+        spec: ProcessorSpec,
+        client: StateClient,
+        collector: StatusCollector,
+        goal: DrainGoal | None,
+        checked: bool,
+        mapper_count: int,
+    ) -> None:
+        began_s = time.monotonic()
+        look = _Every(LOOK_S if self._options.screen else LINE_S)
+        drain, check, keep = _Every(DRAIN_LOOK_S), _Every(CHECK_RETRY_S), _Every(LOOK_S)
+        checking: Future[bool] | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="check") as pool, _screen(self._options.screen) as show:
+            while not self._stop.wait(TICK_S):
+                now_s = time.monotonic()
+                for child in self._supervisor.tick(now_s):
+                    self._report_death(child)
+                if self._keeper is not None and keep.due(now_s) and self._keeper.look(now_s):
+                    self._say(f"{spec.processor}: the state store that others had started is gone: serving it")
+                self._give_up_if_hopeless(spec)
+                if not checked and checking is None and check.due(now_s):
+                    checking = pool.submit(self._check_first_rows, spec, client, mapper_count)
+                if checking is not None and checking.done():
+                    checked, checking = self._take_check(checking), None
+                if goal is not None and drain.due(now_s) and self._is_drained(goal, spec, client):
+                    self._ending = f"drained after {now_s - began_s:.1f} s"
+                    return
+                if look.due(now_s) and self._look(collector, now_s):
+                    show(self._picture()) if self._options.screen else self._say(self._line())
+
+    def _take_check(self, checking: Future[bool]) -> bool:
+        try:
+            return checking.result()
+        except SpecError as error:
+            self._failure = error
+            self._stop.set()
+        except ShuffleError as error:
+            _log.warning("map not checked", error=error)
+        return False
+
+    def _is_drained(self, goal: DrainGoal, spec: ProcessorSpec, client: StateClient) -> bool:
+        try:
+            return look_whether_drained(goal, spec, client)
+        except StoreUnavailable as error:
+            _log.warning("store not reached", error=error)
+            return False
+
+    def _look(self, collector: StatusCollector, now_s: float) -> bool:
+        try:
+            self._seen = collector.collect()
+        except ShuffleError as error:
+            _log.warning("no look at the processor", error=error)
+            return False
+        self._rates.note(now_s, self._seen)
+        return True
+
+    def _picture(self) -> Any:
+        assert self._seen is not None
+        children = {
+            child.name: ChildView(child.running, child.policy.restarts, child.last_error)
+            for child in self._supervisor.children
+        }
+        return render(self._seen, self._rates, children, note="Ctrl-C ends it")
+
+    def _line(self) -> str:
+        assert self._seen is not None
+        restarts = sum(child.policy.restarts for child in self._supervisor.children)
+        return progress_line(self._seen, self._rates, restarts, self._options.reducers)
+
+    def _report_death(self, child: Child) -> None:
+        """Each new reason once: a worker in a loop of deaths must not bury everything else."""
+        text = f"{child.name} died: {child.last_error}; starting it again"
+        if child.policy.keeps_dying:
+            text = f"{child.name} keeps dying ({child.policy.deaths} times in a row): {child.last_error}"
+        key = text.split("(")[0] + str(child.last_error)
+        if not self._options.screen and key not in self._reported and len(self._reported) < 1_000:
+            self._reported.add(key)
+            self._say(text)
+
+    def _give_up_if_hopeless(self, spec: ProcessorSpec) -> None:
+        """A run that should end by itself must not wait for ever for a worker that cannot go on."""
+        for child in self._supervisor.keeps_dying():
+            if child.last_code == EXIT_SPEC:
+                self._failure = SpecError(f"{child.name}: {child.last_error}")
+            elif self._options.until_drained:
+                deaths = child.policy.deaths
+                kind = UserCodeError if child.last_code == EXIT_USER_CODE else ShuffleError
+                self._failure = kind(
+                    f"{spec.processor}: not drained: {child.name} died {deaths} times in a row: {child.last_error}",
+                    worker=child.name,
+                )
+            else:
+                continue
+            self._stop.set()
+            return
+
+
+def not_deterministic(spec: ProcessorSpec, difference: Difference) -> str:
+    return (
+        f"{spec.at('mapper.class')}: {spec.mapper.class_name}.map is not deterministic row by row: {difference};"
+        " after a crash rows are mapped again, and would not be the same"
+    )
+
+
+@dataclass(slots=True)
+class _Every:
+    """Says when the next time has come."""
+
+    period_s: float
+    next_s: float = 0.0
+
+    def due(self, now_s: float) -> bool:
+        if now_s < self.next_s:
+            return False
+        self.next_s = now_s + self.period_s
+        return True
+
+
+@contextmanager
+def _screen(wanted: bool) -> Iterator[Callable[[Any], None]]:
+    if not wanted:
+        yield lambda picture: None
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    with Live(console=Console(stderr=True), auto_refresh=False, transient=False) as live:
+        yield lambda picture: live.update(picture, refresh=True)
+
+
+def run(spec: ProcessorSpec, options: RunOptions, signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM)) -> int:
+    """``shuffle run``: the controller in this process, with its signal handlers in place."""
+    controller = Controller(spec, options, say=lambda line: print(line, file=sys.stderr, flush=True))
+    before = {number: signal.signal(number, controller.interrupt) for number in signals}
+    try:
+        return controller.run()
+    finally:
+        for number, handler in before.items():
+            with suppress(TypeError):
+                signal.signal(number, handler)

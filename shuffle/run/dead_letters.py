@@ -1,0 +1,313 @@
+"""Rows that were set aside: how many wait in the dead-letter queues of a processor, what they are, and what becomes of
+them. ``shuffle.user_code.poison`` finds such rows and says in which form they are kept.
+
+*Replay* takes them from the front of their queue, in order:
+
+- Rows that ``map`` refused are appended again to the partition of the input queue that they came from, in one
+  transaction with the trim of the dead letters. They get new positions and are mapped like any others. (A folder of
+  files cannot be appended to: there the file is what must be corrected.)
+- Rows that ``reduce`` refused cannot go back to the input: ``map`` would change them a second time, and other rows that
+  it made of the same input row may be counted already. ``reduce`` is called with them here, and what it writes is
+  committed in one transaction with the trim. Those that it refuses again go to the end of the queue, with the new
+  reason. The processor must not be running: its reducers may remember what they have written to their tables.
+
+So each row takes effect once, however often a replay is started or interrupted. Two at a time are told apart by a row
+of ``PROCESSOR/meta`` that both expect to find unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Literal
+
+import pyarrow as pa
+
+from shuffle.api import Reducer, WorkerSpec
+from shuffle.discovery import reducers_group
+from shuffle.errors import BadInput, CommitConflict, ShuffleError, SpecError, UserCodeError
+from shuffle.ids import new_guid
+from shuffle.jobs.library import check_config
+from shuffle.limits import MIB
+from shuffle.run.preflight import META_KEY, META_ROW, count_mappers
+from shuffle.spec.config import ProcessorSpec, load_class
+from shuffle.user_code.poison import (
+    DEAD_LETTER_SCHEMA,
+    decode_row,
+    is_transient,
+    locate_poison,
+    place_of,
+    reason_of,
+    split_rows,
+)
+
+if TYPE_CHECKING:
+    from shuffle.statestore import Queue, StateClient, Transaction
+
+Role = Literal["mapper", "reducer"]
+ROLES: tuple[Role, ...] = ("mapper", "reducer")
+
+REPLAY_ROWS_MAX = 10_000
+"""Rows replayed in one transaction: ``reduce`` is called with them again and again if one of them still fails."""
+READ_BYTES_MAX = 16 * MIB
+ATTEMPTS_MAX = 10
+"""Of one transaction, when others write to the same rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetterQueue:
+    queue: str
+    roles: list[str]
+    """Of those whose rows go there: the mappers, the reducers, or, if the spec says so, both."""
+    rows: int
+    """Waiting, over all partitions."""
+    rows_ever: int
+    """Appended since the queue was created: also those that were replayed, dropped, or refused again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """One row that was set aside."""
+
+    queue: str
+    partition: int
+    position: int
+    """Where in the dead-letter queue."""
+    fields: dict[str, Any]
+    """The row of the queue: ``DEAD_LETTER_SCHEMA``."""
+
+    @property
+    def origin(self) -> str:
+        worker, mapper, at = self.fields["worker"], self.fields["mapper"], self.fields["position"]
+        if self.fields["role"] == "mapper":
+            return f"mapper {worker}, input row {at}"
+        return f"reducer {worker}, row {at} of mapper {mapper} (in its shuffle numbering)"
+
+    def original(self) -> pa.Table:
+        """The row that was refused."""
+        try:
+            return decode_row(self.fields["row"])
+        except (pa.ArrowException, OSError) as error:
+            raise ShuffleError(f"{self.queue}, partition {self.partition}, row {self.position}: {error}") from None
+
+
+# Looking -------------------------------------------------------------------------------------------------------------
+
+
+def dead_letter_queues(spec: ProcessorSpec, client: StateClient, role: Role | None = None) -> list[DeadLetterQueue]:
+    """Those that are there. One that the spec does not use any more counts, too, if it has the usual name."""
+    there = {queue.name for queue in client.queues() if queue.schema.equals(DEAD_LETTER_SCHEMA)}
+    roles: dict[str, list[str]] = {}
+    for each in ROLES:
+        roles.setdefault(spec.dead_letter_queue(each), []).append(each)
+    found = []
+    for name, users in roles.items():
+        if name in there and (role is None or role in users):
+            bounds = client.queue(name).bounds()
+            rows = sum(end - begin for begin, end in bounds)
+            found.append(DeadLetterQueue(name, users, rows, sum(end for _, end in bounds)))
+    return found
+
+
+def count_words(found: list[DeadLetterQueue]) -> str:
+    """Of rows that wait: ``3 dead letters (job/mapper_dead_letters)``. Empty if none do."""
+    waiting = [queue for queue in found if queue.rows]
+    rows = sum(queue.rows for queue in waiting)
+    names = ", ".join(queue.queue for queue in waiting)
+    return f"{rows:,} dead letter{'s' if rows > 1 else ''} ({names})" if waiting else ""
+
+
+def letters(client: StateClient, queue: str) -> Iterator[Letter]:
+    """All that wait in ``queue``, partition by partition, the oldest first; a few in memory at a time."""
+    handle = client.queue(queue)
+    for partition, (begin, end) in enumerate(handle.bounds()):
+        position = begin
+        while position < end:
+            rows, after = handle.read(partition, position, REPLAY_ROWS_MAX, READ_BYTES_MAX, one_answer=True)
+            if not rows.num_rows:
+                break
+            for number, row in enumerate(rows.to_pylist(), start=position):
+                yield Letter(queue, partition, number, row)
+            position = after
+
+
+def newest(client: StateClient, queue: str) -> Letter | None:
+    """The last one of the partition that has most of them."""
+    handle = client.queue(queue)
+    bounds = handle.bounds()
+    partition = max(range(len(bounds)), key=lambda index: bounds[index][1] - bounds[index][0])
+    begin, end = bounds[partition]
+    if begin == end:
+        return None
+    rows, _ = handle.read(partition, end - 1, max_rows=1)
+    return Letter(queue, partition, end - 1, rows.to_pylist()[0]) if rows.num_rows else None
+
+
+# Dropping and replaying ----------------------------------------------------------------------------------------------
+
+
+def drop(client: StateClient, queue: str) -> int:
+    """Give up all that wait there; how many they were."""
+    bounds = client.queue(queue).bounds()
+    with client.transaction() as tx:
+        for partition, (_, end) in enumerate(bounds):
+            tx.trim(queue, partition, end)
+        tx.commit()
+    return sum(end - begin for begin, end in bounds)
+
+
+@dataclass(slots=True)
+class Replayed:
+    to_input: int = 0
+    """Rows that are in the input queue again."""
+    reduced: int = 0
+    """Rows that ``reduce`` has taken now."""
+    refused: int = 0
+    """Rows that ``reduce`` has refused again."""
+
+
+class Replay:
+    """Replays the dead letters of one processor. What is done is in ``done``, also after an error."""
+
+    def __init__(self, spec: ProcessorSpec, client: StateClient) -> None:
+        self._spec = spec
+        self._client = client
+        self._reducers: dict[int, Reducer] = {}
+        self.done = Replayed()
+
+    def run(self, queue: DeadLetterQueue) -> None:
+        """Everything that waits in ``queue`` now."""
+        handle = self._client.queue(queue.queue)
+        for partition, (_, end) in enumerate(handle.bounds()):
+            attempts = 0
+            while True:
+                try:
+                    if not self._take_some(handle, partition, end):
+                        break
+                    attempts = 0
+                except CommitConflict:
+                    attempts += 1
+                    if attempts >= ATTEMPTS_MAX:
+                        raise
+                    for reducer in self._reducers.values():
+                        reducer.forget()
+
+    def _take_some(self, queue: Queue, partition: int, end: int) -> bool:
+        """One transaction: the first letters of a partition that are of one worker; whether there were any before
+        ``end``.
+
+        The marker is read before the bounds, and the commit expects it to be unchanged: between these two nobody else
+        has taken letters of this processor.
+        """
+        name = f"dead letters of {queue.name}, partition {partition}"
+        marker = self._client.lookup(self._spec.meta_table, pa.table([[name]], schema=META_KEY))
+        begin = queue.bounds()[partition][0]
+        if begin >= end:
+            return False
+        rows, _ = queue.read(partition, begin, min(REPLAY_ROWS_MAX, end - begin), READ_BYTES_MAX)
+        taken = _same_worker(rows.to_pylist())
+        if taken[0]["processor"] != self._spec.processor:
+            raise BadInput(
+                f"the next row of {queue.name} is of the processor {taken[0]['processor']!r}: replay it with the spec"
+                " of that one",
+                queue=queue.name,
+            )
+        found = [Letter(queue.name, partition, begin + i, row).original() for i, row in enumerate(taken)]
+        # A changed map may have given rows another schema: those wait for the next transaction.
+        originals = list(takewhile(lambda row: row.schema.equals(found[0].schema), found))
+        taken, after = taken[: len(originals)], begin + len(originals)
+        done = Replayed()
+        if taken[0]["role"] == "mapper":
+            tx = self._to_input(int(taken[0]["mapper"]), pa.concat_tables(originals), done)
+        else:
+            tx = self._reduced(queue.name, partition, taken, pa.concat_tables(originals), done)
+        with tx:
+            tx.trim(queue.name, partition, after)
+            if marker.num_rows:
+                tx.expect(self._spec.meta_table, marker)
+            else:
+                tx.expect_absent(self._spec.meta_table, pa.table([[name]], schema=META_KEY))
+            # The value has a part that was never there before: positions begin again when a queue is created anew.
+            tx.write(self._spec.meta_table, pa.table([[name], [f"{after} {new_guid()}"]], schema=META_ROW))
+            tx.commit()
+        self.done.to_input += done.to_input
+        self.done.reduced += done.reduced
+        self.done.refused += done.refused
+        return True
+
+    def _to_input(self, mapper: int, rows: pa.Table, done: Replayed) -> Transaction:
+        queue = self._spec.input.queue
+        if queue is None:
+            raise BadInput(
+                f"rows of the folder {self._spec.input.folder} cannot be replayed: correct the file that they are from,"
+                " then drop them (`shuffle dead-letters SPEC drop --role mapper`)"
+            )
+        tx = self._client.transaction()
+        tx.append(queue, mapper, rows)
+        done.to_input = rows.num_rows
+        return tx
+
+    # Reducers
+
+    def _reduced(
+        self, queue: str, partition: int, taken: list[dict[str, Any]], rows: pa.Table, done: Replayed
+    ) -> Transaction:
+        """The user's transaction over the rows that ``reduce`` takes now, with the others as new dead letters."""
+        if self._client.leases.members(reducers_group(self._spec.processor)):
+            raise BadInput(f"{self._spec.processor} is running: stop it before its reducers' rows are replayed")
+        try:
+            reducer = self._reducer(int(taken[0]["worker"]))
+            found = locate_poison(rows, lambda part: _attempt(reducer, part))
+            bad = {poison.row: poison.reason for poison in found}
+            good, _ = split_rows(rows, list(bad))
+            reducer.forget()
+            tx = _call(reducer, good) if good.num_rows else None
+        except Exception as error:
+            if is_transient(error) or isinstance(error, SpecError):
+                raise
+            raise UserCodeError(f"{queue}: replay: {reason_of(error)}{place_of(error)}") from error
+        tx = tx or self._client.transaction()
+        if bad:
+            again = [{**taken[row], "reason": reason} for row, reason in bad.items()]
+            tx.append(queue, partition, pa.Table.from_pylist(again, schema=DEAD_LETTER_SCHEMA))
+        done.reduced, done.refused = good.num_rows, len(bad)
+        return tx
+
+    def _reducer(self, index: int) -> Reducer:
+        if index not in self._reducers:
+            spec = self._spec
+            cls = load_class(spec, "reducer")
+            worker = WorkerSpec(
+                spec.processor,
+                index,
+                new_guid(),
+                count_mappers(spec, self._client),
+                spec.reducer.count,
+                spec.max_parallelism,
+            )
+            self._reducers[index] = cls(check_config(cls, spec.reducer.config), worker, self._client)
+        return self._reducers[index]
+
+
+def _same_worker(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows at the front that are of one worker: of a reducer, so that ``reduce`` gets its own rows only."""
+
+    def who(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["processor"], row["role"], row["worker"]
+
+    return list(takewhile(lambda row: who(row) == who(rows[0]), rows))
+
+
+def _call(reducer: Reducer, rows: pa.Table) -> Transaction | None:
+    tx = reducer.reduce(rows)
+    if tx is not None:
+        tx.check()
+    return tx
+
+
+def _attempt(reducer: Reducer, rows: pa.Table) -> None:
+    reducer.forget()
+    tx = _call(reducer, rows)
+    if tx is not None:
+        tx.abort()

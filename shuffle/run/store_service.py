@@ -1,0 +1,151 @@
+"""The state store of a run: the daemon that serves its folder, and where the logs of its processes are."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shuffle.errors import SpecError, StoreUnavailable
+from shuffle.run.run_lock import logs_of
+from shuffle.run.supervisor import Child, Supervisor
+from shuffle.spec.config import ProcessorSpec
+from shuffle.statestore.local.store_folder import is_open
+from shuffle.support.slow_wait import told
+
+if TYPE_CHECKING:
+    from shuffle.statestore import StateClient
+
+STORE_START_S_MAX = 60.0
+"""A store that was not closed reads its log first; a log is at most a few hundred megabytes."""
+STORE_GONE_S = 2.0
+"""How long somebody else's store may be away before it is replaced: whoever started it may be starting it again."""
+STORE_MODULE = "shuffle.statestore"
+
+
+def require_store(spec: ProcessorSpec) -> None:
+    """For commands that only look: they must not make an empty store by the way."""
+    folder = spec.state_folder
+    if folder is not None and not folder.is_dir():
+        how = "`shuffle run` makes it"
+        if spec.input.queue is not None:
+            how = f"it comes with whatever fills the queue {spec.input.queue}, for example StateClient.open(folder)"
+        raise SpecError(f"{spec.at('state')}: there is no store in {folder} yet; {how}")
+
+
+def opened(spec: ProcessorSpec) -> StateClient:
+    """A client of the processor's store; if that takes its time, whoever is at the terminal is told so."""
+    where = f"in {spec.state} to open" if spec.state_folder is not None else f"at {spec.state} to answer"
+    with told(f"the state store {where}"):
+        return spec.open_state()
+
+
+@contextmanager
+def served_store(spec: ProcessorSpec, supervisor: Supervisor, logs: Path) -> Iterator[ProcessorSpec]:
+    """``spec`` with ``state`` as an address that answers; a daemon is started for a folder that has none.
+
+    Workers are given the address and not the folder: one of them, finding the folder without a daemon for a moment,
+    would open it itself and lock everybody else out.
+    """
+    folder = spec.state_folder
+    if folder is None:
+        yield spec
+        return
+    try:
+        address = answering_address(folder)
+        if address is None:
+            listen = ["127.0.0.1:0"]
+            child = supervisor.add(_store_child(folder, listen, logs))
+            with told(f"the state store in {folder} to start ({STORE_START_S_MAX:.0f} s)"):
+                address = _wait_for_store(child, folder)
+            listen[0] = address.removeprefix("grpc://")  # A restarted store must be found where it was.
+        yield replace(spec, state=address)
+    finally:
+        supervisor.stop([child for child in supervisor.children if child.module == STORE_MODULE])
+
+
+def _store_child(folder: Path, listen: list[str], logs: Path) -> Child:
+    """``listen`` is one address, asked for at each start."""
+    return Child(
+        STORE_MODULE,
+        STORE_MODULE,
+        lambda: ["--path", os.fspath(folder), "--listen", listen[0]],
+        logs / "statestore.log",
+    )
+
+
+@dataclass(slots=True)
+class StoreKeeper:
+    """Starts a daemon in the place of one that somebody else has started and that is gone.
+
+    It has the same address, which all workers have been given. Other runs on the same folder do the same: the lock of
+    the folder lets one of them through, and the others go on with its daemon.
+    """
+
+    folder: Path
+    address: str
+    supervisor: Supervisor
+    logs: Path
+    child: Child | None = None
+    gone_since_s: float | None = None
+
+    def look(self, now_s: float) -> bool:
+        """Whether a daemon was started just now."""
+        if self.child is not None:
+            if self.child.process is None and is_open(self.folder):  # Another run was faster.
+                self.supervisor.children.remove(self.child)
+                self.child = None
+            return False
+        if is_open(self.folder):
+            self.gone_since_s = None
+            return False
+        if self.gone_since_s is None:
+            self.gone_since_s = now_s
+        if now_s - self.gone_since_s < STORE_GONE_S:
+            return False
+        listen = [self.address.removeprefix("grpc://")]
+        self.child = self.supervisor.add(_store_child(self.folder, listen, self.logs), now_s)
+        return True
+
+
+def answering_address(folder: Path) -> str | None:
+    """Of the daemon that serves the store in ``folder``; None if there is none."""
+    from shuffle.statestore import StateClient
+
+    client = StateClient.serving(folder)
+    if client is None:
+        return None
+    with client:
+        return client.address
+
+
+def _wait_for_store(child: Child, folder: Path) -> str:
+    deadline_s = time.monotonic() + STORE_START_S_MAX
+    while time.monotonic() < deadline_s:
+        if child.reap(time.monotonic()):
+            raise StoreUnavailable(f"the state store in {folder} did not start: {child.last_error}")
+        address = answering_address(folder)
+        if address is not None:
+            return address
+        time.sleep(0.02)
+    raise StoreUnavailable(f"the state store in {folder} did not answer within {STORE_START_S_MAX:.0f} s")
+
+
+@contextmanager
+def log_folder(spec: ProcessorSpec) -> Iterator[Path]:
+    """Where the children's logs go, and stay: under the state folder; with a store elsewhere, beside the spec."""
+    if spec.state_folder is not None:
+        yield logs_of(spec.state_folder, spec.processor)
+        return
+    folder = spec.path.parent / f"{spec.processor}.logs"
+    try:
+        folder.mkdir(exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    yield folder if writable else Path(tempfile.mkdtemp(prefix=f"shuffle-{spec.processor}-"))

@@ -1,0 +1,328 @@
+"""A spec: what one streaming processor is made of, as frozen objects, and its reading from YAML.
+
+``load_spec`` reads a file and names every mistake in it at once, each with its line; nothing has been started or
+touched by then. What can only be known by asking the store (does the queue exist, does the state fit) is asked in
+``shuffle.run.preflight``; its ``check_against_store`` can be imported from here too.
+
+A key that takes a time or a size may be written in two ways: with its unit in the name and a plain number
+(``trim_period_ms: 500``), or without it and the unit in the value (``trim_period: 500ms``, ``memory: 256MiB``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shuffle.errors import SpecError
+from shuffle.limits import (
+    BATCH_BYTES_MAX,
+    GIB,
+    KEY_GROUPS_DEFAULT,
+    MIB,
+    TRANSACTION_BYTES_MAX,
+    TRANSACTION_ROWS_MAX,
+    WAIT_MS_MAX,
+    WORKER_ANSWER_S_MAX,
+)
+
+if TYPE_CHECKING:
+    from shuffle.statestore import StateClient
+
+OnError = Literal["stop", "dead_letter"]
+Start = Literal["beginning", "earliest_available"]
+Compression = Literal["none", "lz4", "zstd"]
+
+REDUCERS_MAX = 4096
+"""One bucket per reducer in every mapper, and one connection per pair: beyond this the pairs are the bottleneck."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """Where the rows come from: exactly one of ``queue`` and ``folder``."""
+
+    queue: str | None = None
+    """A queue of the state store. There is one mapper for each of its partitions, and what it has processed is
+    trimmed."""
+    folder: str | None = None
+    """A folder of files, relative to that of the spec. There is one mapper for each of its sub-folders, in the order of
+    their names."""
+    format: str | None = None
+    """What the files of ``folder`` are. Default: by the ending of their names."""
+    start: Start = "beginning"
+    """Where a processor without state begins in a queue: at its ``beginning``, which is refused if rows of it were
+    trimmed; or at the ``earliest_available`` row, whatever came before it. Default: beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class MapperSpec:
+    """How a mapper reads, maps and keeps rows."""
+
+    class_name: str
+    """Your subclass of ``Mapper``, as ``module:Class``. YAML key: ``class``."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Your own part of the spec: any names and values, which the class finds in ``self.config``. Default: empty."""
+    memory_bytes: int = 256 * MIB
+    """Bytes of mapped rows that the window may hold; above it reading stops. YAML key: ``memory``. Default: 256 MiB."""
+    batch_rows_max: int = 100_000
+    """The most rows in one read, and so in one call of ``map``. Default: 100,000."""
+    batch_bytes_max: int = 16 * MIB
+    """The most bytes in one read; a single row may have more. Default: 16 MiB."""
+    read_wait_ms: int = 1_000
+    """Milliseconds a read waits for rows when there are none. Default: 1,000."""
+    trim_period_ms: int = 1_000
+    """Milliseconds between two writes of the mapper's state, each followed by a trim of the input. Default: 1,000."""
+    split_brain_delay_ms: int = 1_000
+    """Milliseconds that a mapper waits before it starts again, once it has noticed another instance of itself.
+    Default: 1,000."""
+    on_error: OnError = "stop"
+    """What happens after an exception in ``map``: ``stop`` reports it and ends the mapper; ``dead_letter`` sets the
+    rows aside that cause it, and goes on. Default: stop."""
+    dead_letter_queue: str | None = None
+    """The queue for rows that are set aside, with ``on_error: dead_letter``. Default:
+    ``<processor>/mapper_dead_letters``."""
+    listen: str = "127.0.0.1:0"
+    """The ``host:port`` on which a mapper serves reducers; port 0 is any free one. Default: 127.0.0.1:0."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReducerSpec:
+    """How a reducer fetches, reduces and commits."""
+
+    class_name: str
+    """Your subclass of ``Reducer``, as ``module:Class``. YAML key: ``class``."""
+    count: int
+    """How many reducers there are. It cannot be changed over existing state."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Your own part of the spec: any names and values, which the class finds in ``self.config``. Default: empty."""
+    fetch_rows_max: int = 100_000
+    """The most rows in one answer of one mapper. Default: 100,000."""
+    fetch_bytes_max: int = 16 * MIB
+    """The most bytes in one answer of one mapper. Default: 16 MiB."""
+    fetch_wait_ms: int = 500
+    """Milliseconds a mapper holds a request when it has no rows for it. Default: 500."""
+    share_memory: bool = True
+    """Whether rows of mappers on the same machine are taken from memory that both see, and not from a socket.
+    Default: true."""
+    batch_rows_max: int = 2_000_000
+    """The most rows given to ``reduce`` at once, from all mappers. Default: 2,000,000."""
+    batch_bytes_max: int = 64 * MIB
+    """The most bytes given to ``reduce`` at once, from all mappers. Default: 64 MiB."""
+    backoff_ms: int = 50
+    """Milliseconds before the first retry of something that failed; the wait doubles with each. Default: 50."""
+    backoff_ms_max: int = 5_000
+    """The longest wait between retries, in milliseconds. Default: 5,000."""
+    on_error: OnError = "stop"
+    """What happens after an exception in ``reduce``: ``stop`` reports it and ends the reducer; ``dead_letter`` sets the
+    rows aside that cause it, and goes on. Default: stop."""
+    dead_letter_queue: str | None = None
+    """The queue for rows that are set aside, with ``on_error: dead_letter``. Default:
+    ``<processor>/reducer_dead_letters``."""
+    pipeline_depth: int = 1
+    """How many batches may wait between two stages of the pipeline: fetch, reduce and commit. Default: 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpillSpec:
+    """What a mapper does about reducers that lag behind: their rows go to the store, so that the others can go on.
+
+    YAML key: ``spill``, a mapping, or ``true`` or ``false``.
+    """
+
+    enabled: bool = True
+    """Whether rows are spilled at all. With ``false``, a window that a reducer fills stops the reading; what is spilled
+    already is still served. Default: true."""
+    reducers_done_share: float = 0.5
+    """A reducer is late when at least this share of the reducers is ahead of it. Default: 0.5."""
+    age_ms: int = 2_000
+    """A late reducer is a straggler when it has not come to where the others were this many milliseconds ago.
+    Default: 2,000."""
+    memory_share: float = 0.5
+    """Rows of stragglers are spilled while the window weighs more than this share of ``mapper.memory``. Default:
+    0.5."""
+    compression: Compression = "lz4"
+    """How spilled rows are compressed. Default: lz4."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorSpec:
+    """One streaming processor."""
+
+    processor: str
+    """The name of the processor, which is the prefix of its tables and lease groups."""
+    state: str
+    """Where the state store is: a folder, relative to that of the spec, or ``grpc://host:port`` of a daemon that
+    runs."""
+    input: InputSpec
+    """Where the rows come from."""
+    mapper: MapperSpec
+    """How a mapper reads, maps and keeps rows."""
+    reducer: ReducerSpec
+    """How a reducer fetches, reduces and commits."""
+    spill: SpillSpec = field(default_factory=SpillSpec)
+    """What is done about reducers that lag behind."""
+    max_parallelism: int = KEY_GROUPS_DEFAULT
+    """How many key groups there are. Reducers own contiguous ranges of them, so there can never be more reducers, and
+    it cannot be changed over existing state. Default: 4,096."""
+    lease_ttl_ms: int = 5_000
+    """Milliseconds after which a worker that is not heard of is no longer listed. Default: 5,000."""
+    metrics: bool | int = True
+    """Whether each worker serves Prometheus metrics over HTTP: ``false`` is not at all, ``true`` on any free port, and
+    a number is the first port of a range in which reducers come before mappers. Default: true."""
+    path: Path = Path("<none>")
+    """The file this was read from."""
+    lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """The line of each key in that file, by its place (``mapper.class``)."""
+
+    def at(self, place: str) -> str:
+        """How a mistake at ``place`` begins: file, line and place."""
+        nearest = place
+        while nearest and nearest not in self.lines:
+            nearest = nearest.rpartition(".")[0]
+        line = self.lines.get(nearest)
+        return f"{self.path}:{line}: {place}" if line else f"{self.path}: {place}"
+
+    @property
+    def state_folder(self) -> Path | None:
+        """The folder of the embedded store, or None when a store elsewhere is used."""
+        return None if self.state.startswith("grpc://") else Path(self.state)
+
+    @property
+    def mappers_table(self) -> str:
+        return f"{self.processor}/mappers"
+
+    @property
+    def reducers_table(self) -> str:
+        return f"{self.processor}/reducers"
+
+    @property
+    def spills_table(self) -> str:
+        return f"{self.processor}/spills"
+
+    @property
+    def meta_table(self) -> str:
+        return f"{self.processor}/meta"
+
+    def dead_letter_queue(self, role: Literal["mapper", "reducer"]) -> str:
+        """Where the rows go that this role sets aside, if it does."""
+        named = self.mapper.dead_letter_queue if role == "mapper" else self.reducer.dead_letter_queue
+        return named or f"{self.processor}/{role}_dead_letters"
+
+    def metrics_port(self, role: Literal["mapper", "reducer"], index: int) -> int | None:
+        """The port a worker serves its metrics on: None for not at all, 0 for any."""
+        if isinstance(self.metrics, bool):
+            return 0 if self.metrics else None
+        return self.metrics + index + (self.reducer.count if role == "mapper" else 0)
+
+    def open_state(self) -> StateClient:
+        """A client of this processor's store; for a folder that a daemon serves, of that daemon."""
+        from shuffle.statestore import StateClient
+
+        folder = self.state_folder
+        if folder is None:
+            return StateClient.connect(self.state, timeout_s=WORKER_ANSWER_S_MAX)
+        return StateClient.open(os.fspath(folder), timeout_s=WORKER_ANSWER_S_MAX)
+
+
+def relation_mistakes(spec: ProcessorSpec) -> list[tuple[str, str]]:
+    """What is wrong between fields that are each fine alone, as (place, what is wrong)."""
+    mapper, reducer = spec.mapper, spec.reducer
+    checks = [
+        (
+            mapper.batch_bytes_max <= mapper.memory_bytes,
+            "mapper.memory",
+            f"{mapper.memory_bytes} cannot hold a batch of {mapper.batch_bytes_max}: raise it or lower batch_bytes_max",
+        ),
+        (
+            reducer.count <= spec.max_parallelism,
+            "reducer.count",
+            f"{reducer.count} cannot share {spec.max_parallelism} key groups: lower it, or raise max_parallelism",
+        ),
+        (
+            reducer.backoff_ms <= reducer.backoff_ms_max,
+            "reducer.backoff_ms",
+            f"{reducer.backoff_ms} is above backoff_ms_max={reducer.backoff_ms_max}",
+        ),
+        (
+            mapper.on_error == "dead_letter" or mapper.dead_letter_queue is None,
+            "mapper.dead_letter_queue",
+            "is never used with on_error: stop; write on_error: dead_letter, or leave it out",
+        ),
+        (
+            reducer.on_error == "dead_letter" or reducer.dead_letter_queue is None,
+            "reducer.dead_letter_queue",
+            "is never used with on_error: stop; write on_error: dead_letter, or leave it out",
+        ),
+        (
+            spec.input.queue is None or spec.input.queue not in (mapper.dead_letter_queue, reducer.dead_letter_queue),
+            "input.queue",
+            "is also a dead letter queue: rows set aside would be read again for ever",
+        ),
+        (
+            spec.input.format is None or spec.input.folder is not None,
+            "input.format",
+            "is for folders of files; a queue has its own schema",
+        ),
+        (
+            spec.input.start == "beginning" or spec.input.queue is not None,
+            "input.start",
+            "is for queues; nothing of a folder is trimmed",
+        ),
+    ]
+    return [(place, what) for fine, place, what in checks if not fine]
+
+
+RANGES: dict[str, tuple[int, int]] = {
+    "memory_bytes": (1 * MIB, 1024 * GIB),
+    "mapper.batch_rows_max": (1, 10_000_000),
+    "mapper.batch_bytes_max": (1024, BATCH_BYTES_MAX),
+    "read_wait_ms": (0, WAIT_MS_MAX),
+    "trim_period_ms": (1, 3_600_000),
+    "split_brain_delay_ms": (0, 600_000),
+    "count": (1, REDUCERS_MAX),
+    "fetch_rows_max": (1, 10_000_000),
+    "fetch_bytes_max": (1024, BATCH_BYTES_MAX),
+    "fetch_wait_ms": (0, WAIT_MS_MAX),
+    "reducer.batch_rows_max": (1, TRANSACTION_ROWS_MAX),
+    "reducer.batch_bytes_max": (1024, TRANSACTION_BYTES_MAX),
+    "backoff_ms": (1, 600_000),
+    "backoff_ms_max": (1, 600_000),
+    "pipeline_depth": (1, 64),
+    "max_parallelism": (1, 32_768),
+    "lease_ttl_ms": (300, 600_000),
+    "age_ms": (1, 86_400_000),
+}
+"""The least and the most of each number. Above the most it is a slip of the pen, not a wish."""
+
+
+def load_spec(path: str | os.PathLike[str]) -> ProcessorSpec:
+    """The spec in ``path``, or one ``SpecError`` that names every mistake with its place.
+
+    The environment's ``SHUFFLE_STATE`` (``grpc://host:port``) takes the place of ``state``: so a controller tells its
+    workers where the store is that it has started.
+    """
+    from shuffle.spec.spec_file import is_store_address, parse_spec
+
+    spec = parse_spec(Path(path))
+    address = os.environ.get("SHUFFLE_STATE")
+    if address and not is_store_address(address):
+        raise SpecError(f"the environment's SHUFFLE_STATE is {address!r}, which is not grpc://host:port")
+    return replace(spec, state=address) if address else spec
+
+
+def load_class(spec: ProcessorSpec, role: Literal["mapper", "reducer"]) -> type[Any]:
+    """The user's class for ``role``, imported and checked to be a ``Mapper`` or ``Reducer``."""
+    from shuffle.run.preflight import import_class
+
+    return import_class(spec, role)
+
+
+def check_against_store(
+    spec: ProcessorSpec, client: StateClient, accept_new_map: bool = False, register: bool = True
+) -> int:
+    """Everything about ``spec`` that only the store can tell; creates the processor's tables. The number of mappers."""
+    from shuffle.run import preflight
+
+    return preflight.check_against_store(spec, client, accept_new_map, register)

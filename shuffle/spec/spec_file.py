@@ -1,0 +1,428 @@
+"""Reads a spec file: YAML with the line of everything, so that every mistake can be named with its place."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shuffle.errors import SpecError
+from shuffle.limits import NAME_BYTES_MAX
+from shuffle.spec.config import RANGES, InputSpec, MapperSpec, ProcessorSpec, ReducerSpec, SpillSpec, relation_mistakes
+from shuffle.spec.yaml_file import Node, compose_file, in_one_line
+
+NUMBER_CHARS_MAX = 32
+"""Digits of a size, a time or a count; no range has half of that."""
+
+TEXT_SHOWN_MAX = 60
+"""Characters of a wrong value that a mistake quotes."""
+
+_SIZE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_MS_PER_UNIT = {"ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
+_NUMBER_AND_UNIT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_CLASS_NAME = re.compile(r"[A-Za-z_][\w]*(\.[A-Za-z_][\w]*)*:[A-Za-z_][\w]*(\.[A-Za-z_][\w]*)*")
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})")
+
+Reader = Callable[["_File", str, Node], Any]
+"""Reads one value; returns None after noting a mistake."""
+
+
+class _File:
+    """The file being read, and the mistakes found so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.folder = path.resolve().parent
+        self.mistakes: list[tuple[int, str]] = []
+        self.lines: dict[str, int] = {}
+
+    def note(self, place: str, node: Node | None, what: str) -> None:
+        line = node.start_mark.line + 1 if node is not None else self._line_of(place)
+        self.mistakes.append((line, f"{self.path}:{line}: {place + ': ' if place else ''}{what}"))
+
+    def _line_of(self, place: str) -> int:
+        """The line of ``place``, or of the nearest section around it that is in the file."""
+        while place and place not in self.lines:
+            place = place.rpartition(".")[0]
+        return self.lines.get(place, 1)
+
+    def raise_if_mistaken(self) -> None:
+        if self.mistakes:
+            texts = [text for _, text in sorted(self.mistakes, key=lambda mistake: mistake[0])]
+            raise SpecError("\n".join(texts), path=str(self.path), mistakes=texts)
+
+
+def parse_size(text: str) -> int:
+    """Bytes in ``text``: ``256MiB``, ``64 KB``, ``1.5GiB``, or a plain number. ``ValueError`` if it is none."""
+    number, unit = _split_unit(text)
+    scale = _SIZE_UNITS.get(unit.upper() or "B")
+    if scale is None:
+        raise ValueError(f"{_quoted(text)} has no unit of size: write for example 256MiB or 64KiB")
+    return int(number * scale)
+
+
+def parse_duration_ms(text: str) -> int:
+    """Milliseconds in ``text``: ``500ms``, ``5s``, ``2m``, or a plain number of them. ``ValueError`` if it is none."""
+    number, unit = _split_unit(text)
+    scale = _MS_PER_UNIT.get(unit.lower() or "ms")
+    if scale is None:
+        raise ValueError(f"{_quoted(text)} has no unit of time: write for example 500ms or 5s")
+    return int(number * scale)
+
+
+def _split_unit(text: str) -> tuple[float, str]:
+    match = _NUMBER_AND_UNIT.fullmatch(text)
+    if match is None or len(text) > NUMBER_CHARS_MAX:
+        raise ValueError(f"{_quoted(text)} is not a number with a unit")
+    return float(match[1].replace("_", "")), match[2]
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= TEXT_SHOWN_MAX else text[: TEXT_SHOWN_MAX - 1] + "…")
+
+
+# Readers of one value ------------------------------------------------------------------------------------------------
+
+
+def _scalar(file: _File, place: str, node: Node) -> str | None:
+    if isinstance(node, yaml.ScalarNode) and node.tag != "tag:yaml.org,2002:null":
+        text = str(node.value)
+        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+            file.note(place, node, f"{_quoted(text)} has a character that no name, path or number has")
+            return None
+        return text
+    kind = {"sequence": "a list", "mapping": "a mapping"}.get(getattr(node, "id", ""), "nothing")
+    file.note(place, node, f"a single value is needed here, not {kind}")
+    return None
+
+
+def _number(parse: Callable[[str], int]) -> Reader:
+    def read(file: _File, place: str, node: Node) -> int | None:
+        text = _scalar(file, place, node)
+        if text is None:
+            return None
+        try:
+            value = parse(text)
+        except ValueError as error:
+            file.note(place, node, str(error))
+            return None
+        section, _, name = place.rpartition(".")
+        name = _ALIASES.get(name, name)
+        least, most = RANGES.get(place) or RANGES.get(f"{section}.{name}") or RANGES[name]
+        if not least <= value <= most:
+            hint = "; at least one reducer is needed" if place == "reducer.count" and value == 0 else ""
+            file.note(place, node, f"{value} is not between {least} and {most}{hint}")
+            return None
+        return value
+
+    return read
+
+
+def _parse_count(text: str) -> int:
+    try:
+        if len(text) <= NUMBER_CHARS_MAX:
+            return int(text.replace("_", ""))
+    except ValueError:
+        pass
+    raise ValueError(f"{_quoted(text)} is not a whole number")
+
+
+def _pattern(pattern: re.Pattern[str], wanted: str) -> Reader:
+    def read(file: _File, place: str, node: Node) -> str | None:
+        text = _scalar(file, place, node)
+        if text is None:
+            return None
+        if not pattern.fullmatch(text) or len(text.encode()) > NAME_BYTES_MAX:
+            file.note(place, node, f"{_quoted(text)} is not {wanted}")
+            return None
+        return text
+
+    return read
+
+
+def _choice(*choices: str) -> Reader:
+    def read(file: _File, place: str, node: Node) -> str | None:
+        text = _scalar(file, place, node)
+        if text is None or text in choices:
+            return text
+        file.note(place, node, f"{_quoted(text)} is none of {', '.join(choices)}{_did_you_mean(text, choices)}")
+        return None
+
+    return read
+
+
+def _queue_name(file: _File, place: str, node: Node) -> str | None:
+    text = _scalar(file, place, node)
+    if text is not None and not 0 < len(text.encode()) <= NAME_BYTES_MAX:
+        file.note(place, node, f"a name has 1 to {NAME_BYTES_MAX} bytes")
+        return None
+    return text
+
+
+def _folder(file: _File, place: str, node: Node) -> str | None:
+    text = _scalar(file, place, node)
+    if text == "":
+        file.note(place, node, "a folder is needed here")
+        return None
+    if text is None:
+        return None
+    if "://" in text:
+        file.note(place, node, f"{_quoted(text)} is an address, and a folder is needed here")
+        return None
+    try:
+        return str((file.folder / Path(text).expanduser()).resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # Of an unknown user's home, a name too long, links in a ring.
+        file.note(place, node, f"{_quoted(text)} is not a folder: {error}")
+        return None
+
+
+def _state(file: _File, place: str, node: Node) -> str | None:
+    text = _scalar(file, place, node)
+    if text is None or "://" not in text:
+        return None if text is None else _folder(file, place, node)
+    if is_store_address(text):
+        return text
+    file.note(place, node, f"{_quoted(text)} is neither a folder nor grpc://host:port")
+    return None
+
+
+def is_store_address(text: str) -> bool:
+    scheme, _, address = text.partition("://")
+    return scheme == "grpc" and _ADDRESS.fullmatch(address) is not None
+
+
+_FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def _metrics(file: _File, place: str, node: Node) -> bool | int | None:
+    text = _scalar(file, place, node)
+    if text is None:
+        return None
+    if text.lower() in _FLAGS:
+        return _FLAGS[text.lower()]
+    if text.isdecimal() and len(text) <= 5 and 1024 <= int(text) <= 60_000:
+        return int(text)
+    file.note(place, node, f"{_quoted(text)} is neither true, false nor a port from 1024 to 60000")
+    return None
+
+
+def _flag(file: _File, place: str, node: Node) -> bool | None:
+    text = _scalar(file, place, node)
+    if text is None:
+        return None
+    if text.lower() in _FLAGS:
+        return _FLAGS[text.lower()]
+    file.note(place, node, f"{_quoted(text)} is neither true nor false")
+    return None
+
+
+def _share(file: _File, place: str, node: Node) -> float | None:
+    text = _scalar(file, place, node)
+    if text is None:
+        return None
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        file.note(place, node, f"{_quoted(text)} is not a share: write for example 0.5 or 50%")
+        return None
+    if not 0 < value <= 1:
+        file.note(place, node, f"{value:g} is not between 0 and 1")
+        return None
+    return value
+
+
+def _user_config(file: _File, place: str, node: Node) -> Mapping[str, Any] | None:
+    try:
+        value = _construct(node)
+        json.dumps(value, sort_keys=True, default=str)  # So it is kept in the store, to be compared at every start.
+    except Exception as error:  # Of what the library makes of 2026-13-13, !!timestamp x, or keys that are lists.
+        file.note(place, node, f"cannot be read: {in_one_line(error)}")
+        return None
+    if not isinstance(value, dict):
+        file.note(place, node, "the user's configuration is a mapping of names to values")
+        return None
+    return value
+
+
+def _construct(node: Node) -> Any:
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+# Sections ------------------------------------------------------------------------------------------------------------
+
+_COUNT, _SIZE, _DURATION = _number(_parse_count), _number(parse_size), _number(parse_duration_ms)
+_CLASS = _pattern(_CLASS_NAME, "a class: write it as module:Class, for example my_job:ParseLogs")
+
+_INPUT: dict[str, Reader] = {
+    "queue": _queue_name,
+    "folder": _folder,
+    "format": _choice("parquet", "arrow", "jsonl"),
+    "start": _choice("beginning", "earliest_available"),
+}
+_MAPPER: dict[str, Reader] = {
+    "class_name": _CLASS,
+    "config": _user_config,
+    "memory_bytes": _SIZE,
+    "batch_rows_max": _COUNT,
+    "batch_bytes_max": _SIZE,
+    "read_wait_ms": _DURATION,
+    "trim_period_ms": _DURATION,
+    "split_brain_delay_ms": _DURATION,
+    "on_error": _choice("stop", "dead_letter"),
+    "dead_letter_queue": _queue_name,
+    "listen": _pattern(_ADDRESS, "an address: write it as host:port, port 0 for any free one"),
+}
+_REDUCER: dict[str, Reader] = {
+    "class_name": _CLASS,
+    "config": _user_config,
+    "count": _COUNT,
+    "fetch_rows_max": _COUNT,
+    "fetch_bytes_max": _SIZE,
+    "fetch_wait_ms": _DURATION,
+    "share_memory": _flag,
+    "batch_rows_max": _COUNT,
+    "batch_bytes_max": _SIZE,
+    "backoff_ms": _DURATION,
+    "backoff_ms_max": _DURATION,
+    "on_error": _choice("stop", "dead_letter"),
+    "dead_letter_queue": _queue_name,
+    "pipeline_depth": _COUNT,
+}
+_SPILL: dict[str, Reader] = {
+    "enabled": _flag,
+    "reducers_done_share": _share,
+    "age_ms": _DURATION,
+    "memory_share": _share,
+    "compression": _choice("none", "lz4", "zstd"),
+}
+_ALIASES = {
+    "class": "class_name",
+    "memory": "memory_bytes",
+    "read_wait": "read_wait_ms",
+    "trim_period": "trim_period_ms",
+    "split_brain_delay": "split_brain_delay_ms",
+    "fetch_wait": "fetch_wait_ms",
+    "backoff": "backoff_ms",
+    "backoff_max": "backoff_ms_max",
+    "lease_ttl": "lease_ttl_ms",
+    "age": "age_ms",
+}
+
+
+def _section(readers: Mapping[str, Reader], required: tuple[str, ...]) -> Reader:
+    """A reader of a mapping, into a dict by field name; keys that are unknown, doubled or missing are mistakes."""
+    spoken = {field: key for key, field in _ALIASES.items()}
+    known = [spoken.get(name, name) if name == "class_name" else name for name in readers]
+    known += [key for key, name in _ALIASES.items() if name in readers and key not in known]
+
+    def read(file: _File, place: str, node: Node) -> dict[str, Any] | None:
+        if not isinstance(node, yaml.MappingNode):
+            file.note(place, node, f"a mapping with the keys {', '.join(sorted(known))} is needed here")
+            return None
+        values: dict[str, Any] = {}
+        seen: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                file.note(place, key_node, f"a key is one of {', '.join(sorted(known))}, not a list or a mapping")
+                continue
+            key = str(key_node.value)
+            is_plain = key.isprintable() and len(key) <= TEXT_SHOWN_MAX
+            key_place = f"{place}." * bool(place) + (key if is_plain else _quoted(key))
+            name = _ALIASES.get(key, key)
+            if key not in known:
+                file.note(key_place, key_node, f"unknown key{_did_you_mean(key, known)}")
+                continue
+            if name in seen:
+                file.note(key_place, key_node, f"is given twice, first in line {seen[name]}")
+                continue
+            seen[name] = file.lines[key_place] = key_node.start_mark.line + 1
+            values[name] = readers[name](file, key_place, value_node)
+        for name in required:
+            if name not in seen:
+                key = spoken.get(name, name)
+                file.note(f"{place}.{key}" if place else key, node, "is missing")
+        return values
+
+    return read
+
+
+def _did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(sorted(known))}"
+
+
+_SPILL_SECTION = _section(_SPILL, ())
+
+
+def _spill(file: _File, place: str, node: Node) -> dict[str, Any] | None:
+    """A mapping, or whether to spill at all."""
+    if isinstance(node, yaml.ScalarNode):
+        return {"enabled": _flag(file, place, node)}
+    values: dict[str, Any] | None = _SPILL_SECTION(file, place, node)
+    return values
+
+
+_SPEC = _section(
+    {
+        "processor": _pattern(_NAME, "a name: letters, digits, '_', '-' and '.'"),
+        "state": _state,
+        "input": _section(_INPUT, ()),
+        "mapper": _section(_MAPPER, ("class_name",)),
+        "reducer": _section(_REDUCER, ("class_name", "count")),
+        "spill": _spill,
+        "max_parallelism": _COUNT,
+        "lease_ttl_ms": _DURATION,
+        "metrics": _metrics,
+    },
+    ("processor", "state", "input", "mapper", "reducer"),
+)
+
+
+def parse_spec(path: Path) -> ProcessorSpec:
+    """The spec in ``path``: (1) YAML, (2) each value, (3) relations between values. Mistakes in 1 or 2 end it."""
+    file = _File(path)
+    root = compose_file(path)  # 1
+    if root is None:
+        raise SpecError(f"{path}:1: the file is empty; a spec has processor, state, input, mapper and reducer")
+    values = _SPEC(file, "", root)  # 2
+    if values is not None and values.get("input") is not None:
+        given = [name for name in ("queue", "folder") if name in values["input"]]
+        if len(given) != 1:
+            file.note("input", None, "give either queue or folder" + (", not both" if given else ""))
+    file.raise_if_mistaken()
+    spec = _build(values, file)
+    for place, what in relation_mistakes(spec):  # 3
+        file.note(place, None, what)
+    file.raise_if_mistaken()
+    return spec
+
+
+def _build(values: dict[str, Any] | None, file: _File) -> ProcessorSpec:
+    assert values is not None
+    processor = values["processor"]
+    mapper, reducer = dict(values["mapper"]), dict(values["reducer"])
+    for part, role in ((mapper, "mapper"), (reducer, "reducer")):
+        if part.get("on_error") == "dead_letter":
+            part.setdefault("dead_letter_queue", f"{processor}/{role}_dead_letters")
+    top = {field.name: values[field.name] for field in fields(ProcessorSpec) if field.name in values}
+    top |= {
+        "input": InputSpec(**values["input"]),
+        "mapper": MapperSpec(**mapper),
+        "reducer": ReducerSpec(**reducer),
+        "spill": SpillSpec(**values.get("spill", {})),
+        "path": file.path.resolve(),
+        "lines": file.lines,
+    }
+    return ProcessorSpec(**top)

@@ -1,0 +1,273 @@
+"""The one module that imports ``pyarrow.flight``: servers, clients, deadlines, and errors that cross the wire.
+
+An error is carried in the message of a ``FlightServerError`` as the JSON of ``shuffle.errors.to_wire``. gRPC puts that
+message into its trailers, whose hard limit is 16 KiB with several copies inside, so it is cut to
+``WIRE_ERROR_BYTES_MAX``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import pyarrow as pa
+import pyarrow.flight as _flight
+
+from shuffle.errors import BadInput, ShuffleError, StoreUnavailable, from_wire, one_line, to_wire
+from shuffle.support.fields import shown
+
+Action = _flight.Action
+FlightCallOptions = _flight.FlightCallOptions
+FlightClient = _flight.FlightClient
+FlightDescriptor = _flight.FlightDescriptor
+FlightError = _flight.FlightError
+FlightServerError = _flight.FlightServerError
+FlightStreamReader = _flight.FlightStreamReader
+RecordBatchStream = _flight.RecordBatchStream
+Result = _flight.Result
+Ticket = _flight.Ticket
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+WIRE_ERROR_BYTES_MAX = 3000
+"""gRPC refuses trailers of more than 16 KiB, and Flight repeats the message in them; this leaves room."""
+
+CALL_TIMEOUT_S = 30.0
+"""A call that names no deadline of its own gets this one: Flight itself would wait forever."""
+
+_CHANNEL_OPTIONS = [
+    # A daemon that comes back must be found again within a second; gRPC's own back-off goes up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # In spite of its name this is how long an attempt to connect may take. A machine that is busy starting processes
+    # needs more than a moment for it, and a call on a new channel fails with its first attempt.
+    ("grpc.min_reconnect_backoff_ms", 2000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Channels to one address share their connection otherwise, and with it its state of failure and its window.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+def connect(address: str) -> Any:
+    """A Flight client for ``address`` (``grpc://host:port``). No connection is made before the first call."""
+    with typed_errors(address):
+        return _flight.connect(address, generic_options=_CHANNEL_OPTIONS)
+
+
+def call_options(timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    return _flight.FlightCallOptions(timeout=timeout_s)
+
+
+def as_flight_error(error: ShuffleError) -> Any:
+    """What a server handler raises so that the client gets ``error`` back, with its type and fields."""
+    return FlightServerError(short_wire(error))
+
+
+def short_wire(error: ShuffleError) -> str:
+    """``to_wire``, cut so that it fits the trailers of a call."""
+    wire = to_wire(error)
+    return wire if len(wire) <= WIRE_ERROR_BYTES_MAX else to_wire(_shortened(error))
+
+
+def _shortened(error: ShuffleError) -> ShuffleError:
+    # Half of the room goes to the message. JSON escapes take up to six bytes a character, so it is cut by its encoded
+    # length, not by its own.
+    fields = {name: value for name, value in error.fields.items() if isinstance(value, int | float | bool)}
+    for name, value in error.fields.items():
+        if name not in fields and len(json.dumps(str(value))) <= 200 and len(json.dumps(fields)) < 800:
+            fields[name] = value
+    budget = WIRE_ERROR_BYTES_MAX // 2
+    message = error.message[:budget]
+    while len(json.dumps(message)) > budget:
+        message = message[: len(message) * 3 // 4]
+    cut = " …" if len(message) < len(error.message) else ""
+    return type(error)(message + cut, **fields)
+
+
+def told(error: BaseException) -> ShuffleError | None:
+    """The typed error that a server has sent, if what a Flight call raised is one."""
+    text = str(error)
+    begin = text.find('{"code":')
+    if begin < 0:
+        return None
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, begin)
+    except ValueError:
+        end = len(text)
+    return from_wire(text[begin:end])
+
+
+def raise_typed(error: BaseException, who: str = "the server") -> NoReturn:
+    """Raise the typed error behind what a Flight call raised. ``who`` is named when nobody answered."""
+    if isinstance(error, ShuffleError):
+        raise error
+    text = str(error)
+    if isinstance(error, _flight.FlightUnavailableError):
+        raise StoreUnavailable(f"cannot reach {who}: is it running? ({_last_words(text)})", address=who) from error
+    if isinstance(error, _flight.FlightTimedOutError):
+        raise StoreUnavailable(f"{who} did not answer in time", address=who) from error
+    if isinstance(error, _flight.FlightCancelledError):
+        raise StoreUnavailable(f"the call to {who} was cancelled", address=who) from error
+    if (sent := told(error)) is not None:
+        raise sent from None
+    # What a dying peer leaves behind has many shapes (reset streams, closed sockets); none of them is an answer.
+    if isinstance(error, OSError | FlightError):
+        raise StoreUnavailable(f"the call to {who} broke: {_first_line(text)}", address=who) from error
+    raise ShuffleError(f"the call to {who} failed: {_first_line(text)}", address=who) from error
+
+
+def _first_line(text: str) -> str:
+    return text.split(". gRPC client debug context", 1)[0].splitlines()[0] if text else "no reason given"
+
+
+def words_of(error: BaseException) -> str:
+    """What an error of Flight says, without what Flight says about the saying."""
+    return str(error).split(". gRPC client debug context", 1)[0].rpartition("with message: ")[2]
+
+
+def _last_words(text: str) -> str:
+    """What was wrong with the connection: gRPC says it at the end, after what was wrong because of that."""
+    return _first_line(text).rpartition(": ")[2]
+
+
+@contextmanager
+def typed_errors(who: str) -> Iterator[None]:
+    """Around client calls and the reading of their streams: Flight's exceptions become typed ones."""
+    try:
+        yield
+    except (FlightError, pa.ArrowException, OSError) as error:
+        raise_typed(error, who)
+
+
+# --- servers: what is raised in them crosses the wire typed, or as one line, and never as a traceback ---
+
+
+def read_chunk(reader: Any) -> Any:
+    """The next message that a client has sent on an exchange; ``StopIteration`` at its end.
+
+    Of a message that cannot be read Arrow says so in many ways, none of which is an error of this server.
+    """
+    try:
+        return reader.read_chunk()
+    except (StopIteration, FlightError):
+        raise
+    except (pa.ArrowException, OSError, EOFError, UnicodeError, SystemError) as error:
+        raise BadInput(f"not a message that can be understood: {one_line(error)}") from None
+
+
+@contextmanager
+def _leaving() -> Iterator[None]:
+    """Around all that a server runs for a call. Flight would send any other exception with its traceback, as text."""
+    try:
+        yield
+    except FlightError:
+        raise
+    except ShuffleError as error:
+        raise as_flight_error(error) from None
+    except (pa.ArrowException, UnicodeError) as error:
+        # Only what a client has sent is read here: it is not what it says it is.
+        raise as_flight_error(BadInput(f"not a message that can be understood: {one_line(error)}")) from None
+    except Exception as error:
+        raise as_flight_error(ShuffleError(one_line(error))) from None
+
+
+def _served(handler: Callable[P, Any]) -> Callable[P, Any]:
+    @functools.wraps(handler)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Any:
+        with _leaving():
+            found = handler(*args, **kwargs)
+            # What Flight would go through later, outside of this, is gone through now.
+            return list(found) if isinstance(found, Iterator) else found
+
+    return wrapped
+
+
+def _refusing(method: str) -> Callable[..., Any]:
+    def refuse(*given: Any) -> Any:
+        error = BadInput(f"{method} is not something that this server does")
+        if method == "get_schema":
+            # Of this one Flight sends the traceback of its own errors, too. So it answers: no columns, and why.
+            return _flight.SchemaResult(pa.schema([], {"error": to_wire(error)}))
+        raise error
+
+    return refuse
+
+
+_HANDLERS = (
+    "list_flights",
+    "get_flight_info",
+    "get_schema",
+    "do_get",
+    "do_put",
+    "do_exchange",
+    "list_actions",
+    "do_action",
+)
+"""What Flight calls a server for."""
+
+
+class FlightServerBase(_flight.FlightServerBase):  # type: ignore[misc]
+    """A Flight server whose handlers may raise what they like, and which refuses what it has no handler for."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in _HANDLERS:
+            own = getattr(cls, name)
+            if own is getattr(_flight.FlightServerBase, name):
+                own = _refusing(name)
+            setattr(cls, name, _served(own))
+
+
+def check_schema(reader: Any, wanted: pa.Schema) -> None:
+    """Raises ``BadInput`` unless an exchange begins with this schema. To be called before anything is read from it.
+
+    With a schema of its own choice a client can end the process: where a column has a dictionary, Flight reads on after
+    it without looking whether there is a batch in what comes next, and follows a pointer to nothing if there is none.
+    """
+    if not reader.schema.equals(wanted):
+        raise BadInput(f"an exchange of the columns {wanted.names} was begun with {shown(str(reader.schema.names))}")
+
+
+def GeneratorStream(schema: pa.Schema, batches: Iterator[Any]) -> Any:  # noqa: N802
+    """Flight's own, for a generator that may raise: it runs after its handler has returned."""
+    return _flight.GeneratorStream(schema, _served_batches(batches))
+
+
+def _served_batches(batches: Iterator[R]) -> Iterator[R]:
+    with _leaving():
+        yield from batches
+
+
+def do_action(
+    client: Any,
+    kind: str,
+    body: bytes = b"",
+    *,
+    who: str,
+    timeout_s: float = CALL_TIMEOUT_S,
+) -> bytes:
+    """One action with one answer."""
+    with typed_errors(who):
+        results = list(client.do_action(Action(kind, body), call_options(timeout_s)))
+    return bytes(results[0].body.to_pybytes()) if results else b""
+
+
+def shutdown(server: Any, timeout_s: float = 5.0) -> bool:
+    """Stop a server, waiting at most ``timeout_s`` for calls that still run. True when all of them ended.
+
+    ``FlightServerBase.shutdown`` waits for live calls without a bound, so it runs in a thread of its own.
+    """
+    thread = threading.Thread(target=server.shutdown, name="flight-shutdown", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+def location(listen: str) -> str:
+    """``host:port`` or ``grpc://host:port`` as a Flight location."""
+    return listen if "://" in listen else f"grpc://{listen}"

@@ -1,0 +1,153 @@
+"""Rows for a process on the same machine: through memory that both see, and only a note about them over the wire.
+
+A socket copies rows four times between two processes of one machine; this copies them twice, and half of what it costs
+to shuffle rows was the socket. An ``Outbox`` is memory without a name (a ``memfd``). It is used again for every answer
+of one exchange, so its pages are warm; the other side opens it by way of ``/proc``, and copies what is in it before it
+asks for more. It needs no cleaning up: it is gone with the processes that have it open.
+
+Both sides must run on one machine (``machine`` says which) and for one user. Where that is not so, or a system has no
+``memfd`` or no ``/proc``, rows go over the wire as they always can. An inbox that cannot open what it is told of says
+so, and its owner asks again without offering it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from shuffle.limits import KIB
+from shuffle.support.logs import get_logger
+
+BYTES_MIN = 256 * KIB
+"""Fewer bytes are as quick over the wire."""
+
+_SLACK_BYTES = 256 * KIB
+"""Of an outbox beyond the rows it is for: what Arrow writes around them."""
+
+_log = get_logger(__name__)
+
+
+class NotShared(Exception):
+    """The memory that a note tells of cannot be opened here."""
+
+
+@functools.cache
+def machine() -> str | None:
+    """What processes on one machine have in common and no others; None where memory cannot be shared like this."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.getuid()}"
+    except OSError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Where rows are: a file that a process has open, which one it must be, and how much of it is used."""
+
+    pid: int
+    fd: int
+    inode: int
+    size_bytes: int
+
+
+class Outbox:
+    """Holds the rows of one answer at a time."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.is_refused = False
+        """The system does not allow it, or has no files or memory left for it."""
+        self._fd = -1
+        self._inode = 0
+        self._memory: mmap.mmap | None = None
+
+    def put(self, batches: Sequence[pa.RecordBatch]) -> Note | None:
+        """Write the batches in place of those before; None if they do not fit. Nobody reads those before any more."""
+        if sum(batch.nbytes for batch in batches) > self.bytes_max:
+            return None
+        if self._memory is None:
+            self._open()
+        if self.is_refused:
+            return None
+        sink = pa.FixedSizeBufferWriter(pa.py_buffer(self._memory))
+        try:
+            with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+            return Note(os.getpid(), self._fd, self._inode, sink.tell())
+        except (pa.ArrowException, OSError):  # More around the rows than there is room for.
+            return None
+
+    def _open(self) -> None:
+        try:
+            self._fd = os.memfd_create("shuffle-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self._fd, self.bytes_max + _SLACK_BYTES)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            self._inode = os.fstat(self._fd).st_ino
+            self._memory = mmap.mmap(self._fd, 0)
+        except OSError as error:
+            _log.info("rows for reducers on this machine go over the wire", reason=str(error))
+            self.close()
+            self.is_refused = True
+
+    def close(self) -> None:
+        self._memory = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Inbox:
+    """Reads what an outbox holds. Remembers the last one, which the next note is most likely about."""
+
+    def __init__(self) -> None:
+        self._opened: tuple[int, int, int] | None = None
+        self._memory: mmap.mmap | None = None
+
+    def take(self, note: Note) -> list[pa.RecordBatch]:
+        """A copy of the batches."""
+        memory = self._mapped(note)
+        if not 0 < note.size_bytes <= len(memory):
+            raise NotShared(f"process {note.pid} tells of {note.size_bytes} bytes in shared memory of {len(memory)}")
+        own = pa.allocate_buffer(note.size_bytes)
+        np.copyto(np.frombuffer(own, np.uint8), np.frombuffer(memory, np.uint8, note.size_bytes))
+        return list(pa.ipc.open_stream(own))
+
+    def _mapped(self, note: Note) -> mmap.mmap:
+        wanted = note.pid, note.fd, note.inode
+        if self._memory is None or wanted != self._opened:
+            self.close()
+            try:
+                self._memory = _open(note)
+            except (OSError, ValueError) as error:
+                raise NotShared(f"the shared memory of process {note.pid} cannot be opened: {error}") from None
+            self._opened = wanted
+        return self._memory
+
+    def close(self) -> None:
+        self._opened = self._memory = None
+
+
+def _open(note: Note) -> mmap.mmap:
+    # Another process may have that number by now, or in this container, and anything open under the other.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    fd = os.open(f"/proc/{note.pid}/fd/{note.fd}", flags)
+    try:
+        if os.fstat(fd).st_ino != note.inode:
+            raise NotShared(f"file {note.fd} of process {note.pid} is another one")
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            # Whoever reads memory that was cut off since it was mapped is ended by the kernel.
+            raise NotShared(f"the shared memory of process {note.pid} could be cut while it is read")
+        return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)

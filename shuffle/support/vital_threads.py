@@ -1,0 +1,97 @@
+"""Threads that others depend on: none of them dies alone.
+
+A thread that ends with an exception says nothing to anybody: its process lives, whoever waits for it waits for ever,
+and whoever asks whether the process is well is told that it is. So each thread that something else waits for is started
+here. When one dies, the reason is logged and whoever started it is told, by the dying thread itself, and decides:
+
+- a daemon turns its health off and ends its process with an error (``end_process``), so that it is started again;
+- a worker stops, and its ``run`` raises the error;
+- a store or a client inside a user's process, which is not ours to end, raises the error from every call.
+
+A thread whose function returns has done what it was told to, and nobody hears of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+from shuffle.errors import ThreadDied
+from shuffle.support.logs import get_logger
+
+OnDeath = Callable[[ThreadDied], None]
+"""Called once, by the thread that dies. It must not wait for that thread."""
+
+EXIT_DIED = 1
+
+_alive: dict[threading.Thread, None] = {}
+_log = get_logger(__name__)
+
+
+def start_vital(target: Callable[[], object], name: str, on_death: OnDeath) -> threading.Thread:
+    """A started thread that runs ``target``, and calls ``on_death`` should that raise anything."""
+    thread = threading.Thread(target=_run, args=(target, name, on_death), name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _run(target: Callable[[], object], name: str, on_death: OnDeath) -> None:
+    thread = threading.current_thread()
+    _alive[thread] = None
+    try:
+        target()
+    except BaseException as error:
+        died = _death_of(name, error)
+        _log.error("a thread that others depend on has died", thread=name, error=died)
+        on_death(died)
+        # What is no ordinary exception may be meant for somebody who runs the threads; Python itself lets one end with
+        # SystemExit without a word.
+        if not isinstance(error, Exception | SystemExit):
+            raise
+    finally:
+        _alive.pop(thread, None)
+
+
+def _death_of(name: str, error: BaseException) -> ThreadDied:
+    """Without the error as its cause: one that would pass by itself does not bring a thread back."""
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return ThreadDied(f"the thread {name} has died of {reason}{_place(error)}", thread=name)
+
+
+def alive() -> list[str]:
+    """The names of the threads of this process that were started here and live."""
+    return sorted(thread.name for thread in list(_alive))
+
+
+def end_process(error: Exception) -> NoReturn:
+    """Ends this process at once, whatever its other threads do, and says why in its last line."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(EXIT_DIED)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process with ``code`` when its work is done, without taking the interpreter apart.
+
+    Threads of ours and of Flight still run then. One that writes a line at the wrong moment makes Python abort, and who
+    started this process would take that for the reason of its end.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _place(error: BaseException) -> str:
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    if at is None:
+        return ""
+    code = at.tb_frame.f_code
+    return f" (in {code.co_name}, line {at.tb_lineno} of {os.path.basename(code.co_filename)})"

@@ -46,8 +46,8 @@ from perf.spark_bare import BareSource
 from perf.workload import Workload, difference, oracle
 from shuffle.errors import ShuffleError
 from shuffle.spark_connector import reduce_stream
-from shuffle.spark_connector.clients import StoreHandle
-from shuffle.spark_connector.processor import Processor
+from shuffle.spark_connector.source.processor import Processor
+from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.spec.config import load_spec
 from shuffle.statestore import StateClient
 

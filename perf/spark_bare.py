@@ -19,7 +19,7 @@ from pyspark.sql.streaming.datasource import ReadLimit, SupportsTriggerAvailable
 from pyspark.sql.types import StructType
 
 from perf.workload import SCHEMA, Workload
-from shuffle.spark_connector.types import arrow_schema, as_schema, spark_schema
+from shuffle.spark_connector.schemas import arrow_schema, as_schema, spark_schema
 
 
 @lru_cache(maxsize=2)

@@ -12,7 +12,7 @@ os.environ.setdefault("ACERO_ALIGNMENT_HANDLING", "ignore")
 if TYPE_CHECKING:
     from shuffle.spark_connector.engine import run_on_spark
     from shuffle.spark_connector.reduce import reduce_frame, reduce_stream
-    from shuffle.spark_connector.start import write_stream
+    from shuffle.spark_connector.sink.write_stream import write_stream
 
 __all__ = ["reduce_frame", "reduce_stream", "run_on_spark", "write_stream"]
 

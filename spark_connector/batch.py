@@ -18,8 +18,8 @@ from shuffle.errors import BadInput, Expired, OutOfRange, UnknownTable
 from shuffle.limits import MIB
 from shuffle.spark_connector.filters import key_ranges
 from shuffle.spark_connector.options import SNAPSHOT_TTL_S_DEFAULT, Options
-from shuffle.spark_connector.sink import store_handle
-from shuffle.spark_connector.types import arrow_schema, as_schema, check_wanted, spark_schema
+from shuffle.spark_connector.schemas import arrow_schema, as_schema, check_wanted, spark_schema
+from shuffle.spark_connector.sink.writer import store_handle
 from shuffle.statestore import Queue, StateClient
 from shuffle.statestore.engine.conflicts import KeyRange
 

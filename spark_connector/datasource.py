@@ -34,7 +34,7 @@ class ShuffleDataSource(DataSource):
             from shuffle.spark_connector.batch import batch_schema
 
             return batch_schema(Options.check("read", self._given))
-        from shuffle.spark_connector.source import stream_schema
+        from shuffle.spark_connector.source.reader import stream_schema
 
         return stream_schema(Options.check("read stream", self._given))
 
@@ -44,12 +44,12 @@ class ShuffleDataSource(DataSource):
         return batch_reader(Options.check("read", self._given), schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
-        from shuffle.spark_connector.source import stream_reader
+        from shuffle.spark_connector.source.reader import stream_reader
 
         return stream_reader(Options.check("read stream", self._given), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        from shuffle.spark_connector.sink import QueueBatchWriter, TableBatchWriter, queue_target
+        from shuffle.spark_connector.sink.writer import QueueBatchWriter, TableBatchWriter, queue_target
 
         options = Options.check("write", self._given)
         if overwrite:
@@ -62,7 +62,7 @@ class ShuffleDataSource(DataSource):
         return QueueBatchWriter(queue_target(options, schema))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
-        from shuffle.spark_connector.sink import QueueStreamWriter, queue_target
+        from shuffle.spark_connector.sink.writer import QueueStreamWriter, queue_target
 
         if overwrite:
             raise BadInput('outputMode("complete") is not supported: a queue is appended to; use append or update')

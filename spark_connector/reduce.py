@@ -40,12 +40,12 @@ from shuffle.reducer.commit import Committer
 from shuffle.reducer.core import ReducerCore, Settled, Work
 from shuffle.reducer.daemon import CONFLICTS_MAX, LASTING, limits_of
 from shuffle.reducer.reduce import ReduceStage
-from shuffle.spark_connector.emitted import Emission, emitted_schema, prepare
-from shuffle.spark_connector.lease import begin_task
 from shuffle.spark_connector.options import Options
-from shuffle.spark_connector.processor import Processor, Produced
-from shuffle.spark_connector.source import DriverSide, ReducerPart, StreamReaderBase, source_processor
-from shuffle.spark_connector.types import arrow_schema, as_schema, spark_schema
+from shuffle.spark_connector.schemas import arrow_schema, as_schema, spark_schema
+from shuffle.spark_connector.sink.emitted import Emission, emitted_schema, prepare
+from shuffle.spark_connector.source.processor import Processor, Produced
+from shuffle.spark_connector.source.query_lease import begin_task
+from shuffle.spark_connector.source.reader import DriverSide, ReducerPart, StreamReaderBase, source_processor
 from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
 from shuffle.statestore import StateClient
 from shuffle.user_code.poison import is_transient, place_of, reason_of

@@ -33,7 +33,7 @@ from shuffle.errors import (
 )
 from shuffle.limits import MIB
 from shuffle.run.controller import answering_address
-from shuffle.spark_connector.clients import StoreHandle
+from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.statestore import StateClient
 from shuffle.support import flight
 from tests.daemons import StoreProcess, environment, run_store, wait_until

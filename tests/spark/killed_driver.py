@@ -23,8 +23,8 @@ from pyspark.sql.types import StructType
 
 from shuffle.spark_connector.datasource import ShuffleDataSource
 from shuffle.spark_connector.options import Options
-from shuffle.spark_connector.sink import QueueStreamWriter, queue_target
-from shuffle.spark_connector.staging import StagedMessage
+from shuffle.spark_connector.sink.staging import StagedMessage
+from shuffle.spark_connector.sink.writer import QueueStreamWriter, queue_target
 
 BATCH_ROWS = 1_000
 

@@ -24,9 +24,9 @@ from shuffle.errors import BadInput, SplitBrain
 from shuffle.jobs.aggregates import Aggregate
 from shuffle.run.preflight import META_KEY, META_VALUE
 from shuffle.spark_connector import reduce_stream
-from shuffle.spark_connector.clients import StoreHandle
-from shuffle.spark_connector.lease import QueryLease, begin_task
-from shuffle.spark_connector.processor import Processor
+from shuffle.spark_connector.source.processor import Processor
+from shuffle.spark_connector.source.query_lease import QueryLease, begin_task
+from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.statestore import StateClient
 from tests.waiting import wait_until
 
@@ -35,9 +35,9 @@ ELSEWHERE = "another machine"
 
 HOLD = """
 import sys, time
-from shuffle.spark_connector.clients import StoreHandle
-from shuffle.spark_connector.lease import QueryLease
-from shuffle.spark_connector.processor import Processor
+from shuffle.spark_connector.store_handle import StoreHandle
+from shuffle.spark_connector.source.query_lease import QueryLease
+from shuffle.spark_connector.source.processor import Processor
 QueryLease(Processor(StoreHandle(sys.argv[1], 20.0), sys.argv[2])).take()
 print("taken", flush=True)
 time.sleep(600)
@@ -55,7 +55,7 @@ def processor(request: pytest.FixtureRequest, system: LocalSystem, state: StateC
 def test_second_is_refused_by_the_name_of_the_first_until_that_has_ended(
     processor: Processor, state: StateClient, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shuffle.spark_connector.lease.ENDING_S", 0.2)
+    monkeypatch.setattr("shuffle.spark_connector.source.query_lease.ENDING_S", 0.2)
     first, second = QueryLease(processor), QueryLease(processor)
     first.take()
     first.check()
@@ -102,8 +102,8 @@ def test_driver_that_was_killed_on_this_machine_is_replaced_at_once(
 def test_driver_elsewhere_is_replaced_when_its_lease_has_ended_and_not_before(
     processor: Processor, state: StateClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shuffle.spark_connector.lease.RENEW_S", 0.1)
-    monkeypatch.setattr("shuffle.spark_connector.lease.ABSENT_S", 0.3)
+    monkeypatch.setattr("shuffle.spark_connector.source.query_lease.RENEW_S", 0.1)
+    monkeypatch.setattr("shuffle.spark_connector.source.query_lease.ABSENT_S", 0.3)
     first = QueryLease(processor, TTL_MS)
     first.holder = replace(first.holder, place=ELSEWHERE)
     first.take()
@@ -130,9 +130,9 @@ def test_driver_elsewhere_is_replaced_when_its_lease_has_ended_and_not_before(
 def test_holder_without_a_lease_after_a_restart_of_the_store_is_waited_for(
     processor: Processor, state: StateClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shuffle.spark_connector.lease.RENEW_S", 0.1)
-    monkeypatch.setattr("shuffle.spark_connector.lease.ABSENT_S", 1.0)
-    monkeypatch.setattr("shuffle.spark_connector.lease.ENDING_S", 0.3)
+    monkeypatch.setattr("shuffle.spark_connector.source.query_lease.RENEW_S", 0.1)
+    monkeypatch.setattr("shuffle.spark_connector.source.query_lease.ABSENT_S", 1.0)
+    monkeypatch.setattr("shuffle.spark_connector.source.query_lease.ENDING_S", 0.3)
     first = QueryLease(processor, TTL_MS)
     first.take()
     assert first._lease is not None

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shuffle.errors import BadInput, SchemaMismatch
-from shuffle.spark_connector.offsets import admit, from_offset, rows_between, to_offset
 from shuffle.spark_connector.options import Options
-from shuffle.spark_connector.source import Limits
-from shuffle.spark_connector.types import arrow_schema, check_fits, spark_schema
+from shuffle.spark_connector.schemas import arrow_schema, check_fits, spark_schema
+from shuffle.spark_connector.source.offsets import admit, from_offset, rows_between, to_offset
+from shuffle.spark_connector.source.reader import Limits
 
 
 def test_offset_has_the_mappers_in_the_order_of_their_numbers() -> None:

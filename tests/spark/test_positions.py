@@ -21,15 +21,15 @@ from shuffle.discovery import reducers_group
 from shuffle.durable.query_lease import holder_row
 from shuffle.errors import BadInput, RowsGone, SplitBrain, StoreUnavailable
 from shuffle.jobs.aggregates import Aggregate
-from shuffle.spark_connector.clients import StoreHandle
-from shuffle.spark_connector.offsets import rows_between
 from shuffle.spark_connector.options import Options
-from shuffle.spark_connector.processor import Processor
 from shuffle.spark_connector.reduce import Done, ReduceTask
-from shuffle.spark_connector.sink import QueueStreamWriter, queue_target
-from shuffle.spark_connector.source import DriverSide, Limits, ReducerPart
-from shuffle.spark_connector.staging import QueueTarget, StagedMessage, create_sinks_table, publish
-from shuffle.spark_connector.types import spark_schema
+from shuffle.spark_connector.schemas import spark_schema
+from shuffle.spark_connector.sink.staging import QueueTarget, StagedMessage, create_sinks_table, publish
+from shuffle.spark_connector.sink.writer import QueueStreamWriter, queue_target
+from shuffle.spark_connector.source.offsets import rows_between
+from shuffle.spark_connector.source.processor import Processor
+from shuffle.spark_connector.source.reader import DriverSide, Limits, ReducerPart
+from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.spec.config import load_spec
 from shuffle.statestore import StateClient
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from shuffle.errors import BadInput, SpecError, StoreUnavailable
-from shuffle.spark_connector.clients import StoreHandle
 from shuffle.spark_connector.engine import _wait_for_slots
 from shuffle.spark_connector.options import Options, state_of
+from shuffle.spark_connector.store_handle import StoreHandle
 
 
 def test_folder_that_nobody_serves_is_told_of_at_once_and_is_the_cause_of_the_error(

@@ -70,12 +70,12 @@ DECIDED: dict[tuple[str, str], tuple[int, str]] = {
     ),
     # Spark's processes: the error is raised in the query, and Spark does what it does about errors.
     ("spark_connector/reduce.py", "Thread"): (1, "a fetcher: the feed raises its error in the task"),
-    ("spark_connector/lease.py", "Thread"): (
+    ("spark_connector/source/query_lease.py", "Thread"): (
         1,
         "the lease of a query: it runs out, and each commit of positions looks whose the processor is",
     ),
-    ("spark_connector/source.py", "Thread"): (1, "fetching ahead: its error is raised in the task"),
-    ("spark_connector/staging.py", "ThreadPoolExecutor"): (1, "staging: its error is raised in the task"),
+    ("spark_connector/source/reader.py", "Thread"): (1, "fetching ahead: its error is raised in the task"),
+    ("spark_connector/sink/staging.py", "ThreadPoolExecutor"): (1, "staging: its error is raised in the task"),
     ("spark_connector/engine.py", "InheritableThread"): (1, "the one Spark job: its end is raised in the command"),
 }
 """By file and by what starts it: how many there are, and what happens when one dies."""

@@ -35,15 +35,15 @@ from pyspark.sql.types import StructType
 
 from shuffle.errors import BadInput, StoreUnavailable
 from shuffle.messages import METADATA_FIELDS
-from shuffle.spark_connector.clients import StoreHandle
-from shuffle.spark_connector.lease import QueryLease, begin_task
-from shuffle.spark_connector.offsets import Indexes, admit, from_offset, rows_between, to_offset
 from shuffle.spark_connector.options import TIMEOUT_S_DEFAULT, Options, state_of
-from shuffle.spark_connector.positions import Baseline, Positions
-from shuffle.spark_connector.processor import Processor, Produced
-from shuffle.spark_connector.types import arrow_schema, as_schema, check_wanted, spark_schema
+from shuffle.spark_connector.schemas import arrow_schema, as_schema, check_wanted, spark_schema
+from shuffle.spark_connector.source.mapper_watch import POLL_S, Goal, MapperWatch
+from shuffle.spark_connector.source.offsets import Indexes, admit, from_offset, rows_between, to_offset
+from shuffle.spark_connector.source.positions import Baseline, Positions
+from shuffle.spark_connector.source.processor import Processor, Produced
+from shuffle.spark_connector.source.query_lease import QueryLease, begin_task
+from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.spark_connector.waiting import Waiting
-from shuffle.spark_connector.watch import POLL_S, Goal, MapperWatch
 from shuffle.spec.config import ProcessorSpec, load_spec
 
 METADATA_COLUMNS = {

@@ -19,10 +19,9 @@ from pyspark.sql.types import StructType
 from shuffle.errors import BadInput, SchemaMismatch, TooLarge
 from shuffle.limits import KEY_GROUPS_DEFAULT, TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
 from shuffle.partition.xxhash64 import hashable
-from shuffle.spark_connector.clients import StoreHandle
-from shuffle.spark_connector.lease import QUERY_ID
 from shuffle.spark_connector.options import TIMEOUT_S_DEFAULT, Options, state_of
-from shuffle.spark_connector.staging import (
+from shuffle.spark_connector.schemas import arrow_schema, as_schema, check_fits
+from shuffle.spark_connector.sink.staging import (
     QueueTarget,
     StagedMessage,
     StagedRows,
@@ -30,7 +29,8 @@ from shuffle.spark_connector.staging import (
     new_queue,
     publish,
 )
-from shuffle.spark_connector.types import arrow_schema, as_schema, check_fits
+from shuffle.spark_connector.source.query_lease import QUERY_ID
+from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.statestore import StateClient, TableSchema
 from shuffle.statestore.codec.sorted_table import Table
 from shuffle.statestore.engine.staged import STAGED_TTL_MS_DEFAULT

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from shuffle.errors import StoreUnavailable
-from shuffle.spark_connector.offsets import Indexes
-from shuffle.spark_connector.positions import Positions
-from shuffle.spark_connector.processor import Processor, Produced, Shape
+from shuffle.spark_connector.source.offsets import Indexes
+from shuffle.spark_connector.source.positions import Positions
+from shuffle.spark_connector.source.processor import Processor, Produced, Shape
 from shuffle.spark_connector.waiting import Waiting
 
 POLL_S = 0.05

@@ -19,7 +19,7 @@ from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
 from shuffle.messages import GetRows
 from shuffle.reducer.fetch import get_rows
-from shuffle.spark_connector.clients import RETRY_S_MAX, RETRY_S_MIN, StoreHandle
+from shuffle.spark_connector.store_handle import RETRY_S_MAX, RETRY_S_MIN, StoreHandle
 from shuffle.spark_connector.waiting import Waiting
 from shuffle.statestore import StateClient
 from shuffle.support import flight

@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 
 from shuffle.spark_connector.options import Options
-from shuffle.spark_connector.sink import queue_target
+from shuffle.spark_connector.sink.writer import queue_target
 
 
 def write_stream(

@@ -37,7 +37,7 @@ from shuffle.durable.query_lease import (
 )
 from shuffle.errors import BadInput, CommitConflict, CommitUnknown, Expired, ShuffleError, SplitBrain
 from shuffle.ids import new_guid
-from shuffle.spark_connector.processor import Processor
+from shuffle.spark_connector.source.processor import Processor
 from shuffle.spark_connector.waiting import say
 from shuffle.statestore import Lease, StateClient
 

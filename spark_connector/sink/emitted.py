@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from shuffle.errors import BadInput, UserCodeError
 from shuffle.limits import MIB
-from shuffle.spark_connector.clients import StoreHandle
+from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.statestore import Queue, StateClient, Transaction
 
 READ_BYTES = 8 * MIB

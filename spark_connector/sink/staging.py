@@ -17,8 +17,8 @@ from pyspark.sql.datasource import WriterCommitMessage
 from shuffle.errors import Expired, ShuffleError
 from shuffle.limits import MIB
 from shuffle.partition import hash_partition, split_by_partition
-from shuffle.spark_connector.clients import StoreHandle
-from shuffle.spark_connector.types import as_schema
+from shuffle.spark_connector.schemas import as_schema
+from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.statestore import Queue, QueueSchema, StateClient, Transaction
 
 SINKS_TABLE = "spark/sinks"

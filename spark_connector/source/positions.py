@@ -24,9 +24,9 @@ from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import BadInput, RowsGone
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.mapper.spill.store import done_row_indexes
-from shuffle.spark_connector.lease import QueryLease
-from shuffle.spark_connector.offsets import Indexes
-from shuffle.spark_connector.processor import Processor, Shape
+from shuffle.spark_connector.source.offsets import Indexes
+from shuffle.spark_connector.source.processor import Processor, Shape
+from shuffle.spark_connector.source.query_lease import QueryLease
 from shuffle.statestore import StateClient, Transaction
 
 BASELINE = "spark_source"

@@ -1,0 +1,1 @@
+"""Writing from Spark: queues and tables, as streams and as batches."""

@@ -1,0 +1,1 @@
+"""The streaming source: what the driver decides, and what the tasks read."""

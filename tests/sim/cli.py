@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.sim import marks, mutants, product, profiles, shrink, stragglers, twins
+from tests.sim import coverage as marks
+from tests.sim import mutants, product, profiles, shrink, stragglers, twins
 from tests.sim.simulation import Result, Simulation
 from tests.sim.switching import HAS_GREENLET
 

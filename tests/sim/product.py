@@ -92,8 +92,8 @@ def install() -> None:
     finally:
         sys.modules.update(kept)
     _settle()
-    importlib.import_module("tests.sim.memo").install()
-    importlib.import_module("tests.sim.eyes").install()
+    importlib.import_module("tests.sim.memoise").install()
+    importlib.import_module("tests.sim.probes").install()
     gc.collect()
     gc.freeze()  # What is loaded stays; looking through it after every few seeds would take longer than they do.
 

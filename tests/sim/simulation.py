@@ -14,17 +14,18 @@ from shuffle.errors import CommitUnknown, StoreError, UserCodeError
 from shuffle.ids import MapperIndex
 from shuffle.mapper.reader import QueueReader
 from shuffle.statestore.client.client import StateClient
-from tests.sim import checkers, eyes, faults, flight, kernel, shims
+from tests.sim import checkers, faults, flight, kernel, shims
+from tests.sim import probes as eyes
 from tests.sim.clients import Producer, SnapshotReader
+from tests.sim.discovery_faults import Lies
 from tests.sim.job import batch_bytes_max, job_spec, prepared_disk
 from tests.sim.kernel import Process, World
 from tests.sim.liars import Liars, is_lie
-from tests.sim.lies import Lies
 from tests.sim.network import Network
-from tests.sim.slots import Slot
 from tests.sim.store import SimStore, StoreHost
 from tests.sim.stragglers import Stragglers
 from tests.sim.twins import Twins
+from tests.sim.worker_slots import Slot
 from tests.sim.workload import GapReader, Oracle, SimMapper, SimReducer, Workload
 
 PEACE_US = 30_000_000

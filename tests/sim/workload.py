@@ -16,7 +16,8 @@ import pyarrow as pa
 
 from shuffle.api import Mapper, PartitionedRowset, Reducer
 from shuffle.mapper.reader import PartitionReader, QueueReader
-from tests.sim import kernel, memo
+from tests.sim import kernel
+from tests.sim import memoise as memo
 
 PLAIN, DROPPED, TWO, MAP_POISON, REDUCE_POISON, HOLE = range(6)
 

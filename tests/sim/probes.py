@@ -59,7 +59,7 @@ def install() -> None:
     _watch_mapper()
     _watch_reducer()
     _watch_store()
-    importlib.import_module("tests.sim.eyes_spill").install(_watch)
+    importlib.import_module("tests.sim.probes_spill").install(_watch)
 
 
 def _watch_mapper() -> None:

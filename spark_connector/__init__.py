@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["reduce_frame", "reduce_stream", "run_on_spark", "write_stream"]
 
-_MODULES = {"reduce_frame": "reduce", "reduce_stream": "reduce", "run_on_spark": "engine", "write_stream": "start"}
+_MODULES = {
+    "reduce_frame": "reduce",
+    "reduce_stream": "reduce",
+    "run_on_spark": "engine",
+    "write_stream": "sink.write_stream",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ from shuffle.messages import BatchTail, GetRows
 from shuffle.statestore import StateClient
 from shuffle.support import flight
 from shuffle.user_code.poison import decode_row
-from tests.waiting import wait_until
+from tests.waiting import pause, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = pa.schema([("n", pa.int64()), ("pad", pa.string())])
@@ -362,7 +362,7 @@ def test_mapper_paused_past_its_lease_is_replaced_and_resumed(world: World) -> N
     first = world.start_mapper()
     wait_until(lambda: world.step() > 100, "rows are committed")
     paused = world.instances()[0]
-    first.send_signal(signal.SIGSTOP)
+    pause(first.pid)
     wait_until(lambda: world.instances() == [], "its lease is over")
     world.start_mapper()
     wait_until(lambda: world.is_drained(2000), "all is committed and trimmed")

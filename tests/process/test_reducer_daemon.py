@@ -20,7 +20,7 @@ from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import ShuffleError
 from shuffle.statestore import StateClient
 from shuffle.user_code.poison import decode_row
-from tests.waiting import WAIT_S, wait_until
+from tests.waiting import WAIT_S, pause, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = pa.schema([("user", pa.string()), ("n", pa.int64())])
@@ -228,7 +228,7 @@ def test_reducer_paused_past_its_lease_with_rows_in_hand_finds_out_and_counts_no
     hold.touch()
     world.append(2000)
     wait_until(held.exists, lambda: world.log("old"))
-    old.send_signal(signal.SIGSTOP)
+    pause(old.pid)
     try:
         wait_until(lambda: world.client.leases.members("job/reducers") == [])
         world.reducer(spec, "new")

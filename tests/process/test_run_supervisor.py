@@ -16,6 +16,7 @@ import pytest
 
 from shuffle.run.supervisor import EXIT_USER_CODE, Child, RestartPolicy, Supervisor
 from tests import waiting
+from tests.waiting import pause
 
 WAIT_S = 30.0
 wait_until = partial(waiting.wait_until, wait_s=WAIT_S)
@@ -95,7 +96,7 @@ def test_child_paused_with_sigstop_is_stopped_too(tmp_path: Path, supervisor: Su
     wait_until(lambda: is_up(child))
     process = child.process
     assert process is not None
-    process.send_signal(signal.SIGSTOP)
+    pause(process.pid)
     supervisor.stop([child])
     assert process.returncode == -signal.SIGTERM
 

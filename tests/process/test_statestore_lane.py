@@ -42,6 +42,7 @@ from shuffle.statestore.wire.messages import Header, rows_of
 from shuffle.statestore.wire.proto import control_pb2 as pb
 from shuffle.statestore.wire.proto import control_pb2_grpc
 from tests.daemons import StoreProcess, wait_until
+from tests.waiting import pause
 
 NUMBERS = pa.schema([("n", pa.int64())])
 WAIT_MS = 20_000
@@ -280,7 +281,7 @@ def test_answer_that_never_came_is_unknown_and_a_daemon_that_was_not_asked_is_un
         client = stack.enter_context(found)
         client.create_table("t", key=NUMBERS, value=pa.schema([("v", pa.binary())]))
         put(client, 1)
-        os.kill(daemon.pid, signal.SIGSTOP)
+        pause(daemon.pid)
         try:
             begin_s = time.monotonic()
             with pytest.raises(CommitUnknown):

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.sim import coverage as marks
-from tests.sim import mutants, product, profiles, shrink, stragglers, twins
+from tests.sim import coverage, mutants, product, profiles, shrink, stragglers, twins
 from tests.sim.simulation import Result, Simulation
 from tests.sim.switching import HAS_GREENLET
 
@@ -32,7 +31,7 @@ HASHED = 3
 FAILURES_SHOWN_MAX = 5
 FAILURES_SHRUNK_MAX = 1
 """Shrinking takes a hundred runs; the other seeds can be given by ``--seed`` one by one."""
-MARKS_OF = {None: marks.EXPECTED, profiles.STRAGGLERS: stragglers.MARKS, profiles.TWINS: twins.MARKS}
+MARKS_OF = {None: coverage.EXPECTED, profiles.STRAGGLERS: stragglers.MARKS, profiles.TWINS: twins.MARKS}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -203,7 +202,7 @@ class Tally:
 
     def missing(self) -> list[str]:
         """Marks that were never reached, where that can be said."""
-        return [mark for mark in self.expected if not self.marks[mark]] if self.seeds >= marks.SEEDS_MIN else []
+        return [mark for mark in self.expected if not self.marks[mark]] if self.seeds >= coverage.SEEDS_MIN else []
 
     def summary(self) -> dict[str, Any]:
         return {

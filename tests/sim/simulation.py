@@ -14,8 +14,7 @@ from shuffle.errors import CommitUnknown, StoreError, UserCodeError
 from shuffle.ids import MapperIndex
 from shuffle.mapper.reader import QueueReader
 from shuffle.statestore.client.client import StateClient
-from tests.sim import checkers, faults, flight, kernel, shims
-from tests.sim import probes as eyes
+from tests.sim import checkers, faults, flight, kernel, probes, shims
 from tests.sim.clients import Producer, SnapshotReader
 from tests.sim.discovery_faults import Lies
 from tests.sim.job import batch_bytes_max, job_spec, prepared_disk
@@ -156,7 +155,7 @@ class Simulation:
         """The few places where the daemons ask for something that is made up here."""
         flight.network = self.network
         flight.observe_answer = self._observe_answer
-        eyes.observe_false_claim = self._observe_false_claim
+        probes.observe_false_claim = self._observe_false_claim
         daemon: Any = shuffle.mapper.daemon
         daemon.check_against_store = lambda spec, client: self.workload.mapper_count
         daemon.load_class = lambda spec, role: SimMapper

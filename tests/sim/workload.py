@@ -16,8 +16,7 @@ import pyarrow as pa
 
 from shuffle.api import Mapper, PartitionedRowset, Reducer
 from shuffle.mapper.reader import PartitionReader, QueueReader
-from tests.sim import kernel
-from tests.sim import memoise as memo
+from tests.sim import kernel, memoise
 
 PLAIN, DROPPED, TWO, MAP_POISON, REDUCE_POISON, HOLE = range(6)
 
@@ -191,7 +190,7 @@ class SimReducer(Reducer):
         present = sorted(set(mappers))
         transaction = self.state.transaction()
         reducer = [self.spec.index] * len(present)
-        found = transaction.lookup("effects", memo.fixed_rows(_effect_keys, tuple(present), self.spec.index))
+        found = transaction.lookup("effects", memoise.fixed_rows(_effect_keys, tuple(present), self.spec.index))
         state = {
             mapper: (count, chain)
             for mapper, count, chain in zip(

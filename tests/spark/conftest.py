@@ -30,6 +30,10 @@ def _environment() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ["JDK_JAVA_OPTIONS"] = JAVA_OPTIONS
+    # Spark talks to its Python workers over ports that it takes for a moment. One of those may just have been that of a
+    # daemon which a test has killed, and whoever still looks for that daemon would be taken for the worker: Spark reads
+    # the first bytes of a gRPC connection as the length of a secret, and ends the query with "Java heap space".
+    os.environ["PYSPARK_UDS_MODE"] = "true"
 
 
 @pytest.fixture(scope="session", autouse=True)

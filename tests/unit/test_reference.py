@@ -211,7 +211,7 @@ def test_times_of_spark_are_those_of_the_code() -> None:
     options = spark._options()
     package = options.__name__.rpartition(".")[0]
     namespace: dict[str, object] = {}
-    for module in ("options", "sink", "batch", "source"):
+    for module in ("options", "sink.writer", "batch", "source.reader"):
         namespace |= vars(importlib.import_module(f"{package}.{module}"))
     seen = set()
     for name, calls in spark.read_by().items():
@@ -236,7 +236,7 @@ def test_every_option_of_spark_is_read_somewhere() -> None:
 def test_every_variable_of_the_environment_is_named() -> None:
     found = set()
     for folder in ("shuffle", "mapper", "reducer", "statestore", "spark_connector"):
-        for path in (pages.ROOT / folder).glob("*.py"):
+        for path in (pages.ROOT / folder).rglob("*.py"):
             found |= set(re.findall(r"\bSHUFFLE_[A-Z_]+[A-Z]\b", path.read_text(encoding="utf-8")))
     named = set(re.findall(r"\| `(SHUFFLE_[A-Z_]+)` \|", by_hand(BY_NAME["command.md"])))
     assert named == found

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shuffle import errors, limits
-from shuffle.statestore import StateClient
+from shuffle.statestore.codec import check_parser, schema
+from shuffle.statestore.engine import leases
 from tools.reference import text
 from tools.reference.command import exit_code
 
@@ -33,7 +34,7 @@ def _table() -> str:
 
 
 def _limits() -> str:
-    others = [text.sibling(StateClient, name) for name in ("schema", "check_parser", "leases")]
+    others = [schema, check_parser, leases]
     rows = []
     for module in (limits, *others):
         for name, doc in text.attribute_docs(module).items():

@@ -30,7 +30,7 @@ def served() -> dict[str, type[Any]]:
     sources = "\n".join(
         path.read_text(encoding="utf-8")
         for folder in ("mapper", "reducer", "statestore", "shuffle", "spark_connector")
-        for path in sorted((ROOT / folder).glob("*.py"))
+        for path in sorted((ROOT / folder).rglob("*.py"))
     )
     kinds = [kind for kind in metrics._Metrics.__subclasses__() if re.search(rf"\b{kind.__name__}\((?!_)", sources)]
     return {kind.__name__.removesuffix("Metrics").lower(): kind for kind in kinds}

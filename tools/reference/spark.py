@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from shuffle import spark_connector
 from tools.reference import text
 from tools.reference.pages import ROOT
 
@@ -29,9 +28,7 @@ def regions() -> dict[str, str]:
 
 
 def _options() -> Any:
-    # Where the package is: the name that its users import may be another one's.
-    package = spark_connector.write_stream.__module__.rpartition(".")[0]
-    return importlib.import_module(f"{package}.options")
+    return importlib.import_module("shuffle.spark_connector.options")
 
 
 def _table(role: str, names: tuple[str, ...]) -> str:
@@ -70,7 +67,7 @@ def read_by() -> dict[str, list[ast.Call]]:
 
 
 def _calls() -> Iterator[ast.Call]:
-    for path in sorted((ROOT / "spark_connector").glob("*.py")):
+    for path in sorted((ROOT / "spark_connector").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if (
                 isinstance(node, ast.Call)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import re
 import textwrap
@@ -16,11 +15,6 @@ from shuffle.limits import GIB, KIB, MIB
 _DEFAULT = re.compile(r"\s*Default: (?P<default>.+?)\.?\s*$", re.DOTALL)
 _CODE = re.compile(r"``(.+?)``")
 _SIGNATURE_CHARS_MAX = 100
-
-
-def sibling(thing: Any, module: str) -> ModuleType:
-    """The module of this name beside the one that defines ``thing``, wherever their package is."""
-    return importlib.import_module(f"{thing.__module__.rpartition('.')[0]}.{module}")
 
 
 def attribute_docs(thing: type | ModuleType) -> dict[str, str]:

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 
 # Every package of the project that is there.
 PACKAGES := $(patsubst %/__init__.py,%,$(wildcard $(addsuffix /__init__.py,\
-	shuffle pyspark_shuffle perf examples tools)))
+	shuffle pyspark_shuffle perf tools)))
 # Every benchmark: a module of perf/ with the arguments that all have. `make perf PERF=NAME` runs one.
 PERF ?= $(patsubst perf/%.py,%,$(shell grep -ls '= report\.parser\b' perf/*.py))
 # Two processes: most tests wait for another process, or use one core. Each has a Spark session of its own.

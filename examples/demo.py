@@ -30,12 +30,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from examples.activity import COLUMNS, TABLE
-from examples.generate import fill, progress_bar
-from examples.local import LocalSystem, kill_worker
-from perf.report import tree_written_bytes
-from perf.workload import RESULT_SCHEMA, Difference, Workload, difference, oracle_part, oracle_sum
 from shuffle.errors import ShuffleError
+from shuffle.examples.activity import COLUMNS, TABLE
+from shuffle.examples.generate import fill, progress_bar
+from shuffle.examples.local import LocalSystem, kill_worker
+from shuffle.examples.processes import tree_written_bytes
+from shuffle.examples.workload import RESULT_SCHEMA, Difference, Workload, difference, oracle_part, oracle_sum
 from statestore import StateClient
 
 QUEUE = "logs"
@@ -49,8 +49,8 @@ MIB = 1024 * 1024
 SPEC = {
     "processor": "activity",
     "input": {"queue": QUEUE},
-    "mapper": {"class": "examples.activity:ParseLogs", "memory": "64MiB", "batch_rows_max": 50_000},
-    "reducer": {"class": "examples.activity:CountByUser", "count": REDUCERS},
+    "mapper": {"class": "shuffle.examples.activity:ParseLogs", "memory": "64MiB", "batch_rows_max": 50_000},
+    "reducer": {"class": "shuffle.examples.activity:CountByUser", "count": REDUCERS},
     # A dead worker is replaced at once, but stays listed until its lease ends; in a demo nobody likes to wait.
     "lease_ttl": "2s",
 }

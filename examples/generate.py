@@ -15,8 +15,8 @@ import pyarrow as pa
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from perf.workload import BATCH_ROWS_DEFAULT, SCHEMA, Workload, partition_rows
 from shuffle.errors import ShuffleError
+from shuffle.examples.workload import BATCH_ROWS_DEFAULT, SCHEMA, Workload, partition_rows
 from statestore import StateClient
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from perf.report import command_line, process_tree
 from shuffle.errors import ShuffleError, StoreUnavailable
+from shuffle.examples.processes import command_line, process_tree
 from shuffle.run import launch
 from shuffle.statestore.local.store_folder import served_at
 from statestore import StateClient

@@ -32,10 +32,10 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from examples.activity import COLUMNS, KEY_COLUMNS, TABLE
-from examples.local import PROJECT, LocalSystem
-from perf.workload import RESULT_SCHEMA, Difference, Workload, difference, oracle
 from shuffle.errors import ShuffleError
+from shuffle.examples.activity import COLUMNS, KEY_COLUMNS, TABLE
+from shuffle.examples.local import PROJECT, LocalSystem
+from shuffle.examples.workload import RESULT_SCHEMA, Difference, Workload, difference, oracle
 from shuffle.run import launch
 
 ROWS_DEFAULT = 200_000

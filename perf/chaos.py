@@ -2,10 +2,10 @@
 
 The activity job, two mappers and two reducers, over input that is appended at a set rate. Meanwhile workers and the
 store are killed, paused, and started a second time; all connections of the workers go through a proxy
-(``perf.chaos_proxy``) that cuts, delays and half-opens them; clients of the store that do nothing but take large
-answers are killed in the middle of them (``perf.chaos_clients``); and where this machine lets us mount a small file
-system, the store's disk becomes full and read-only. At the end the table is compared with an independent count of what
-was appended, and no process may have lost a thread that others depend on.
+(``perf.parts.chaos_proxy``) that cuts, delays and half-opens them; clients of the store that do nothing but take large
+answers are killed in the middle of them (``perf.parts.chaos_clients``); and where this machine lets us mount a small
+file system, the store's disk becomes full and read-only. At the end the table is compared with an independent count of
+what was appended, and no process may have lost a thread that others depend on.
 
 ``longest_stall_s`` is the longest time in which nothing was committed, seen by reading the reducers' positions every
 twentieth of a second, from the first commit to the end of the faults. A fault is one act: one kill, one pause, one
@@ -34,12 +34,13 @@ from typing import Any
 
 import yaml
 
-from examples.activity import TABLE
-from perf import chaos_clients, report
-from perf.chaos_parts import MAPPERS, PROCESSOR, QUEUE, REDUCERS, Disk, Producer, Slot, Watch
-from perf.chaos_proxy import Proxy
-from perf.workload import SCHEMA, Difference, difference, oracle_sum
+from perf.common import report
+from perf.parts import chaos_clients
+from perf.parts.chaos_parts import MAPPERS, PROCESSOR, QUEUE, REDUCERS, Disk, Producer, Slot, Watch
+from perf.parts.chaos_proxy import Proxy
 from shuffle.errors import ShuffleError, StoreUnavailable
+from shuffle.examples.activity import TABLE
+from shuffle.examples.workload import SCHEMA, Difference, difference, oracle_sum
 from shuffle.run.launch import die_with_parent
 from shuffle.statestore import StateClient
 

@@ -8,8 +8,8 @@ Two jobs on the activity logs, every row with a user:
 
 Every system has both cores, two partitions of everything, and reads the same rows in the form that it reads best. Each
 is warmed up once, then all take turns, ``--rounds`` times; medians are compared. While one is at work, the JVMs of the
-others stand still (see ``perf.compare_peer``). Each result is compared with the same independent count before its time
-counts (see ``perf.compare_systems``, also for what the clocks mean).
+others stand still (see ``perf.yardsticks.compare_peer``). Each result is compared with the same
+independent count before its time counts (see ``perf.yardsticks.compare_systems``, also for what the clocks mean).
 
 - ``count_vs_spark``, ``count_vs_flink``: MB/s of this project alone over theirs;
 - ``cpu_vs_spark``: processor seconds per GB of the count, over Spark's;
@@ -32,12 +32,13 @@ from typing import Any
 
 from rich.table import Table
 
-from perf import compare_pictures, flink, report
-from perf.compare_peer import PeerFailed
-from perf.compare_systems import FILES_PER_BATCH, MAPPERS, FlinkCount, Ours, Run, Spark
-from perf.workload import Workload
-from perf.workload_files import Input, write_forms
+from perf.common import compare_pictures, report
+from perf.common.workload_files import Input, write_forms
+from perf.yardsticks import flink
+from perf.yardsticks.compare_peer import PeerFailed
+from perf.yardsticks.compare_systems import FILES_PER_BATCH, MAPPERS, FlinkCount, Ours, Run, Spark
 from shuffle.errors import ShuffleError
+from shuffle.examples.workload import Workload
 
 ROWS_DEFAULT = 18_000_000
 BATCH_ROWS_DEFAULT = 1_000_000

@@ -31,14 +31,14 @@ from typing import Any
 
 import numpy as np
 
-from examples.activity import COLUMNS, TABLE
-from examples.local import LocalSystem
-from perf import pictures, report
-from perf.paced import PacedInput
-from perf.sampling import PERIOD_S, Sampler, Series
-from perf.timed import read_lags
-from perf.workload import Difference, Workload, difference
+from perf.common import pictures, report
+from perf.common.paced import PacedInput
+from perf.common.sampling import PERIOD_S, Sampler, Series
+from perf.common.timed import read_lags
 from shuffle.errors import ShuffleError
+from shuffle.examples.activity import COLUMNS, TABLE
+from shuffle.examples.local import LocalSystem
+from shuffle.examples.workload import Difference, Workload, difference
 from shuffle.limits import MIB
 
 PROCESSOR = "failures"
@@ -96,7 +96,7 @@ class Experiment:
                 "processor": PROCESSOR,
                 "input": {"queue": QUEUE},
                 "mapper": {
-                    "class": "perf.timed:TimedParseLogs",
+                    "class": "perf.common.timed:TimedParseLogs",
                     "memory": f"{self.memory_bytes // MIB}MiB",
                     "config": {"folder": str(self._system.folder)},
                 },

@@ -26,17 +26,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.table import Table
 
-from examples.activity import KEY_COLUMNS
-from examples.local import LocalSystem, workers
-from perf import compare_pictures, report
-from perf.compare_usage import private_bytes
-from perf.growth_load import Load, extrapolated
-from perf.keyed_rows import ROW_BYTES, KeyedRows
-from perf.progress import Buckets, committed
-from perf.workload import Workload
-from perf.workload_files import in_turn
+from perf.common import compare_pictures, report
+from perf.common.keyed_rows import ROW_BYTES, KeyedRows
+from perf.common.progress import Buckets, committed
+from perf.common.workload_files import in_turn
+from perf.parts.growth_load import Load, extrapolated
+from perf.yardsticks.compare_usage import private_bytes
 from shuffle.discovery import mappers_group, reducers_group
 from shuffle.errors import ShuffleError
+from shuffle.examples import processes
+from shuffle.examples.activity import KEY_COLUMNS
+from shuffle.examples.local import LocalSystem, workers
+from shuffle.examples.workload import Workload
 from shuffle.statestore import StateClient
 
 POLL_S = 0.05
@@ -100,8 +101,8 @@ class Point:
         """Mapper, reducer, and the columns of the key."""
         if self.axis == "thesis":
             return "examples.activity:ParseLogs", "examples.activity:DeclaredCountByUser", KEY_COLUMNS
-        reducer = "perf.keyed_rows:CountByKey" if self.axis == "keys" else "perf.jobs:KeepNothing"
-        return "perf.keyed_rows:ByKey", reducer, ["key"]
+        reducer = "perf.common.keyed_rows:CountByKey" if self.axis == "keys" else "perf.common.jobs:KeepNothing"
+        return "perf.common.keyed_rows:ByKey", reducer, ["key"]
 
 
 @dataclass(frozen=True)
@@ -229,8 +230,8 @@ def run(
     pids |= {role: list(workers(controller.pid, role).values()) for role in ("mapper", "reducer")}
     everyone = [pid for of in pids.values() for pid in of]
     commits_before = state.stats()["total"]["commits"]
-    written_before = sum(report.written_bytes(pid) for pid in everyone)
-    cpu_before = {role: sum(report.cpu_seconds(pid) for pid in of) for role, of in pids.items()}
+    written_before = sum(processes.written_bytes(pid) for pid in everyone)
+    cpu_before = {role: sum(processes.cpu_seconds(pid) for pid in of) for role, of in pids.items()}
     begin_s = time.monotonic()
     with state.transaction() as tx:
         for partition, staged_id in staged:
@@ -241,7 +242,7 @@ def run(
             raise ShuffleError(f"{point.axis} {point.value}: not done:\n{system.log_tail('growth', 30)}")
         time.sleep(POLL_S)
     seconds = time.monotonic() - begin_s
-    cpu_after = {role: sum(report.cpu_seconds(pid) for pid in of) for role, of in pids.items()}
+    cpu_after = {role: sum(processes.cpu_seconds(pid) for pid in of) for role, of in pids.items()}
     return Cost(
         point=point,
         rows=given[0],
@@ -251,7 +252,7 @@ def run(
         cpu_s={role: cpu_after[role] - cpu_before[role] for role in pids},
         commits=state.stats()["total"]["commits"] - commits_before,
         memory_bytes={role: sum(private_bytes(pid) for pid in of) / len(of) for role, of in pids.items()},
-        written_bytes=sum(report.written_bytes(pid) for pid in everyone) - written_before,
+        written_bytes=sum(processes.written_bytes(pid) for pid in everyone) - written_before,
     )
 
 

@@ -26,11 +26,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from examples.activity import COLUMNS, KEY_COLUMNS, TABLE, CountByUser
-from examples.local import LocalSystem
-from perf import report
-from perf.progress import Buckets, committed_by_reducer
-from perf.straggler_parts import (
+from perf.common import report
+from perf.common.progress import Buckets, committed_by_reducer
+from perf.parts.straggler_parts import (
     MAPPERS,
     MB,
     POLL_S,
@@ -41,10 +39,12 @@ from perf.straggler_parts import (
     wait_for_empty_spill,
     write_spec,
 )
-from perf.workload import SCHEMA, Workload, difference, oracle_part, oracle_sum
 from shuffle import hash_partition
 from shuffle.api import WorkerSpec
 from shuffle.errors import ShuffleError
+from shuffle.examples.activity import COLUMNS, KEY_COLUMNS, TABLE, CountByUser
+from shuffle.examples.local import LocalSystem
+from shuffle.examples.workload import SCHEMA, Workload, difference, oracle_part, oracle_sum
 from shuffle.statestore import StateClient, Transaction
 
 HOT = 3

@@ -27,12 +27,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from examples.activity import CountByUser
-from examples.local import LocalSystem, workers
-from perf import raw_flight, report
-from perf.workload import SCHEMA, Workload
+from perf.common import report
+from perf.yardsticks import raw_flight
 from shuffle.api import WorkerSpec
 from shuffle.errors import ShuffleError
+from shuffle.examples import processes
+from shuffle.examples.activity import CountByUser
+from shuffle.examples.local import LocalSystem, workers
+from shuffle.examples.workload import SCHEMA, Workload
 from shuffle.statestore import StateClient, Transaction
 from shuffle.support import flight
 
@@ -139,9 +141,9 @@ def row_latencies_ms(notes: np.ndarray[Any, Any], acknowledged: Mapping[int, int
 
 def cpu_by_role(system: LocalSystem, controller_pid: int) -> dict[str, float]:
     """Seconds of processor time so far, of each role's processes together."""
-    found = {"producer": time.process_time(), "store": report.cpu_seconds(system.store_pid)}
+    found = {"producer": time.process_time(), "store": processes.cpu_seconds(system.store_pid)}
     for role in ("mapper", "reducer"):
-        found[role] = sum(report.cpu_seconds(pid) for pid in workers(controller_pid, role).values())
+        found[role] = sum(processes.cpu_seconds(pid) for pid in workers(controller_pid, role).values())
     return found
 
 

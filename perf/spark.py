@@ -37,14 +37,15 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.streaming.query import StreamingQuery
 
-from examples.activity import COLUMNS, TABLE
-from examples.generate import fill
-from examples.local import PROJECT, LocalSystem
-from examples.spark_pipeline import Mappers
-from perf import report
-from perf.spark_bare import BareSource
-from perf.workload import Workload, difference, oracle
+from perf.common import report
+from perf.yardsticks.spark_bare import BareSource
 from shuffle.errors import ShuffleError
+from shuffle.examples import processes
+from shuffle.examples.activity import COLUMNS, TABLE
+from shuffle.examples.generate import fill
+from shuffle.examples.local import PROJECT, LocalSystem
+from shuffle.examples.spark_pipeline import Mappers
+from shuffle.examples.workload import Workload, difference, oracle
 from shuffle.spark_connector import reduce_stream
 from shuffle.spark_connector.source.processor import Processor
 from shuffle.spark_connector.store_handle import StoreHandle
@@ -223,7 +224,7 @@ def spark_alone(bench: Bench, files: Path, expected: pa.Table, size_bytes: int) 
     rows = bench.spark.readStream.schema(schema).option("maxFilesPerTrigger", 1).parquet(str(files))
     counted = rows.groupBy("user", "cluster").agg(F.max("timestamp").alias("last_access"), F.count("*").alias("count"))
     table = bench.name("counted").replace("-", "_")
-    before = report.tree_written_bytes(os.getpid())
+    before = processes.tree_written_bytes(os.getpid())
     query = (
         counted.writeStream.format("noop")
         .outputMode("update")
@@ -233,7 +234,7 @@ def spark_alone(bench: Bench, files: Path, expected: pa.Table, size_bytes: int) 
         .start()
     )
     progress = finished(query)
-    bench.note("spark_bytes_per_byte", (report.tree_written_bytes(os.getpid()) - before) / size_bytes)
+    bench.note("spark_bytes_per_byte", (processes.tree_written_bytes(os.getpid()) - before) / size_bytes)
     bench.note("spark_mb_per_s", mb_per_s(bench, progress, size_bytes))
     if sum(one["numInputRows"] for one in progress) != bench.rows:
         raise ShuffleError("Spark did not read all rows")
@@ -242,7 +243,7 @@ def spark_alone(bench: Bench, files: Path, expected: pa.Table, size_bytes: int) 
 def through_reduce_stream(bench: Bench, name: str, expected: pa.Table, size_bytes: int) -> None:
     if TABLE in {table.name for table in bench.state.tables()}:
         bench.state.drop_table(TABLE)
-    before = report.tree_written_bytes(os.getpid())
+    before = processes.tree_written_bytes(os.getpid())
     mappers = mappers_of(bench, name, "64MiB")
     try:
         query = reduce_stream(
@@ -255,7 +256,7 @@ def through_reduce_stream(bench: Bench, name: str, expected: pa.Table, size_byte
         progress = finished(query)
     finally:
         mappers.close()
-    bench.note("reduce_stream_bytes_per_byte", (report.tree_written_bytes(os.getpid()) - before) / size_bytes)
+    bench.note("reduce_stream_bytes_per_byte", (processes.tree_written_bytes(os.getpid()) - before) / size_bytes)
     bench.note("reduce_stream_mb_per_s", mb_per_s(bench, progress, size_bytes))
     verdict = difference(expected, bench.state.scan(TABLE).read_all().select(COLUMNS))
     if not verdict.exact:

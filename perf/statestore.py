@@ -28,12 +28,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from examples.local import LocalSystem
-from perf import raw_flight, report, statestore_scan
-from perf.raw_rocks import RawRocks
-from perf.statestore_clients import SMALL_KEY, SMALL_TABLE, SMALL_VALUE, clients, small_row
-from perf.workload import SCHEMA, Workload
+from perf.common import report
+from perf.parts import statestore_scan
+from perf.parts.statestore_clients import SMALL_KEY, SMALL_TABLE, SMALL_VALUE, clients, small_row
+from perf.yardsticks import raw_flight
+from perf.yardsticks.raw_rocks import RawRocks
 from shuffle.errors import ShuffleError
+from shuffle.examples import processes
+from shuffle.examples.local import LocalSystem
+from shuffle.examples.workload import SCHEMA, Workload
 from shuffle.statestore import StateClient
 from shuffle.statestore.codec.arrow_bytes import listed
 from shuffle.statestore.codec.sorted_table import Table
@@ -194,13 +197,13 @@ def queue_append(system: LocalSystem, state: StateClient, workload: Workload, ro
     queue = state.create_queue(QUEUE, schema=SCHEMA, partitions=1)
     batches = list(workload.batches(rows, QUEUE_BATCH_ROWS))
     os.sync()  # what was written before must not be sent to storage, and counted, now
-    before_bytes = report.written_bytes(system.store_pid)
+    before_bytes = processes.written_bytes(system.store_pid)
     begin = time.monotonic()
     for batch in batches:
         queue.append(0, batch)
     took_s = time.monotonic() - begin
     os.sync()
-    written_bytes = report.written_bytes(system.store_pid) - before_bytes
+    written_bytes = processes.written_bytes(system.store_pid) - before_bytes
     data_bytes = sum(batch.nbytes for batch in batches)
     found.bars["queue_bytes_ratio"] = written_bytes / data_bytes
     found.details["queue_append"] = {

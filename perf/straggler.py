@@ -28,12 +28,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from examples.activity import COLUMNS, KEY_COLUMNS, TABLE
-from examples.generate import fill
-from examples.local import LocalSystem
-from perf import report
-from perf.progress import Buckets, committed_by_reducer
-from perf.straggler_parts import (
+from perf.common import report
+from perf.common.progress import Buckets, committed_by_reducer
+from perf.parts.straggler_parts import (
     BATCH_ROWS,
     MAPPERS,
     MB,
@@ -47,9 +44,13 @@ from perf.straggler_parts import (
     wait_for_empty_spill,
     write_spec,
 )
-from perf.workload import Workload, difference, oracle_part, oracle_sum
 from shuffle.discovery import mappers_group
 from shuffle.errors import ShuffleError
+from shuffle.examples import processes
+from shuffle.examples.activity import COLUMNS, KEY_COLUMNS, TABLE
+from shuffle.examples.generate import fill
+from shuffle.examples.local import LocalSystem
+from shuffle.examples.workload import Workload, difference, oracle_part, oracle_sum
 from shuffle.ids import NOTHING_COMMITTED
 from shuffle.mapper.spill.spill import SpillEnd, SpillPart, decode_batch, decode_heads, encode
 from shuffle.statestore import StateClient
@@ -148,7 +149,7 @@ class Run:
             pid = workers.start("mapper", 0)
             self._wait_for(lambda: bool(self._state.leases.members(mappers_group("idle"))), workers)
             time.sleep(1.0)
-            return report.rss_peak_bytes(pid)
+            return processes.rss_peak_bytes(pid)
         finally:
             workers.close()
 

@@ -27,13 +27,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from examples.activity import COLUMNS, KEY_COLUMNS, TABLE
-from examples.generate import fill
-from examples.local import LocalSystem
-from perf import raw_flight, report
-from perf.progress import Buckets, Watched, watched
-from perf.workload import Workload, difference, oracle_part, oracle_sum
+from perf.common import report
+from perf.common.progress import Buckets, Watched, watched
+from perf.yardsticks import raw_flight
 from shuffle.errors import ShuffleError
+from shuffle.examples import processes
+from shuffle.examples.activity import COLUMNS, KEY_COLUMNS, TABLE
+from shuffle.examples.generate import fill
+from shuffle.examples.local import LocalSystem
+from shuffle.examples.workload import Workload, difference, oracle_part, oracle_sum
 from shuffle.limits import MIB
 from shuffle.statestore import StateClient
 
@@ -94,14 +96,14 @@ def measure(
         "reducer": {"class": reducer_class, "count": REDUCERS, "share_memory": share_memory},
         "metrics": False,
     }
-    written_before = report.tree_written_bytes(os.getpid())
+    written_before = processes.tree_written_bytes(os.getpid())
     cpu_before_s = tree_cpu_seconds()
     seen = watched(system, state, spec, buckets)
     measured = Measured(
         seen,
         bytes_total,
         buckets.rows,
-        report.tree_written_bytes(os.getpid()) - written_before,
+        processes.tree_written_bytes(os.getpid()) - written_before,
         tree_cpu_seconds() - cpu_before_s,
     )
     if TABLE in {table.name for table in state.tables()}:
@@ -114,7 +116,7 @@ def measure(
 
 
 def tree_cpu_seconds() -> float:
-    return sum(report.cpu_seconds(pid) for pid in report.process_tree(os.getpid()))
+    return sum(processes.cpu_seconds(pid) for pid in processes.process_tree(os.getpid()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with LocalSystem(folder) as system, system.connect() as state:
                 counted = "examples.activity:DeclaredCountByUser"
                 activity.append(measure(system, state, f"activity-{number}", counted, args.rows, args.seed))
-                keep_nothing = "perf.jobs:KeepNothing"
+                keep_nothing = "perf.common.jobs:KeepNothing"
                 alone.append(measure(system, state, f"alone-{number}", keep_nothing, args.rows, args.seed))
                 over_sockets.append(
                     measure(system, state, f"sockets-{number}", keep_nothing, args.rows, args.seed, share_memory=False)

@@ -38,15 +38,16 @@ from typing import Any
 
 from rich.table import Table
 
-from examples.local import LocalSystem, workers
-from perf import compare_pictures, report
-from perf.compare_peer import PeerFailed
-from perf.compare_systems import FILES_PER_BATCH, Spark
-from perf.keyed_rows import KeyedRows, load_table
-from perf.progress import Buckets, fill_with, forget, watched
-from perf.workload import Workload
-from perf.workload_files import in_turn, write_forms
+from perf.common import compare_pictures, report
+from perf.common.keyed_rows import KeyedRows, load_table
+from perf.common.progress import Buckets, fill_with, forget, watched
+from perf.common.workload_files import in_turn, write_forms
+from perf.yardsticks.compare_peer import PeerFailed
+from perf.yardsticks.compare_systems import FILES_PER_BATCH, Spark
 from shuffle.errors import ShuffleError
+from shuffle.examples import processes
+from shuffle.examples.local import LocalSystem, workers
+from shuffle.examples.workload import Workload
 from shuffle.statestore import StateClient
 
 MAPPERS = 2
@@ -158,7 +159,7 @@ class Roles:
 
     def __init__(self, system: LocalSystem) -> None:
         self._store_pid = system.store_pid
-        self._store_before = report.written_bytes(self._store_pid)
+        self._store_before = processes.written_bytes(self._store_pid)
         self.controller_pid = 0
         self._last: dict[tuple[str, int], int] = {}
         self._stopping = threading.Event()
@@ -175,12 +176,12 @@ class Roles:
                 found |= {(role, pid): pid for pid in workers(self.controller_pid, role).values()}
             for key, pid in found.items():
                 # Killed or ended, it reads as 0: what was seen last stays.
-                self._last[key] = max(self._last.get(key, 0), report.written_bytes(pid))
+                self._last[key] = max(self._last.get(key, 0), processes.written_bytes(pid))
 
     def close(self) -> dict[str, int]:
         self._stopping.set()
         self._thread.join()
-        sums = {"store": report.written_bytes(self._store_pid) - self._store_before}
+        sums = {"store": processes.written_bytes(self._store_pid) - self._store_before}
         for (role, _), size in self._last.items():
             sums[role] = sums.get(role, 0) + size
         # The controller's count includes those of the children that it has waited for.
@@ -212,13 +213,13 @@ def account(system: LocalSystem, state: StateClient, scenario: Scenario) -> Acco
     found = Account(shuffled_bytes)
     before = Counted(system, state, name)
     roles = Roles(system)
-    total_before = report.tree_written_bytes(os.getpid())
+    total_before = processes.tree_written_bytes(os.getpid())
     with Outage(scenario.outage_s) as outage:
         seen = watched(
             system, state, spec, buckets.close(), lambda started: roles.start(started.pid), lambda: outage.start(roles)
         )
     found.roles = roles.close()
-    found.total_bytes = report.tree_written_bytes(os.getpid()) - total_before
+    found.total_bytes = processes.tree_written_bytes(os.getpid()) - total_before
     after = Counted(system, state, name)
     found.seconds = seen.seconds
     found.unflushed_log_bytes = after.unflushed_log_bytes
@@ -271,7 +272,7 @@ class Outage:
 def scenarios(args: argparse.Namespace) -> list[Scenario]:
     logs = Workload(seed=args.seed, with_user_share=1.0)
     few = Workload(seed=args.seed, users=20, with_user_share=1.0)
-    whole, nothing = "perf.jobs:WholeRows", "perf.jobs:KeepNothing"
+    whole, nothing = "perf.common.jobs:WholeRows", "perf.common.jobs:KeepNothing"
     parse, count = "examples.activity:ParseLogs", "examples.activity:DeclaredCountByUser"
     half, quarter = max(args.rows // 2, BATCH_ROWS), max(args.rows // 4, BATCH_ROWS)
     keyed = KeyedRows(args.seed, args.keys)
@@ -281,8 +282,8 @@ def scenarios(args: argparse.Namespace) -> list[Scenario]:
         Scenario("activity table", parse, count, args.rows, logs, "activity"),
         Scenario(
             "large state",
-            "perf.keyed_rows:ByKey",
-            "perf.keyed_rows:CountByKey",
+            "perf.common.keyed_rows:ByKey",
+            "perf.common.keyed_rows:CountByKey",
             quarter,
             keyed,
             "keyed",

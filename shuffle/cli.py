@@ -35,7 +35,7 @@ DELEGATES = {
     "mapper": ("shuffle.mapper.__main__", "run one mapper of a processor"),
     "reducer": ("shuffle.reducer.__main__", "run one reducer of a processor"),
     "statestore": ("shuffle.statestore.server.daemon", "serve a state store"),
-    "demo": ("examples.demo", "see it all work, with processes killed on the way"),
+    "demo": ("shuffle.examples.demo", "see it all work, with processes killed on the way"),
 }
 """Commands that are another module's ``main(arguments)``, with a ``--help`` of its own."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from perf.report import process_tree
+from shuffle.examples.processes import process_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from examples.local import LocalSystem
-from examples.spark_pipeline import Mappers
+from shuffle.examples.local import LocalSystem
+from shuffle.examples.spark_pipeline import Mappers
 from shuffle.statestore import StateClient
 from tests.spark.programs import KilledDrivers, PipelineRun
 

@@ -13,10 +13,10 @@ from typing import Self
 
 import pyarrow as pa
 
-from examples.local import LocalSystem
-from examples.spark_pipeline import Mappers
-from perf.report import process_tree
-from perf.workload import SCHEMA, Workload
+from shuffle.examples.local import LocalSystem
+from shuffle.examples.processes import process_tree
+from shuffle.examples.spark_pipeline import Mappers
+from shuffle.examples.workload import SCHEMA, Workload
 from tests.spark.killed_driver import BATCH_ROWS
 
 ROOT = Path(__file__).resolve().parent.parent.parent

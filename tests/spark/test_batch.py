@@ -13,8 +13,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import EqualTo, GreaterThanOrEqual, In, LessThan, LessThanOrEqual, StringStartsWith
 
-from examples.local import LocalSystem
 from shuffle.errors import BadInput, SchemaMismatch
+from shuffle.examples.local import LocalSystem
 from shuffle.partition import hash_partition
 from shuffle.spark_connector import write_stream
 from shuffle.spark_connector.filters import key_ranges

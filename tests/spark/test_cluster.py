@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyspark
 import pytest
 
-from examples.local import LocalSystem
-from examples.spark_pipeline import Mappers
-from perf.report import command_line, process_tree
-from perf.workload import SCHEMA, Workload, difference, oracle
+from shuffle.examples.local import LocalSystem
+from shuffle.examples.processes import command_line, process_tree
+from shuffle.examples.spark_pipeline import Mappers
+from shuffle.examples.workload import SCHEMA, Workload, difference, oracle
 from shuffle.statestore import StateClient
 
 ROWS = 8_000

@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from pyspark.sql import SparkSession
 
-from examples.local import LocalSystem
-from perf.workload import SCHEMA, Workload, difference, oracle
 from shuffle import AggregateReducer, Count, Max
+from shuffle.examples.local import LocalSystem
+from shuffle.examples.workload import SCHEMA, Workload, difference, oracle
 from shuffle.jobs.aggregates import Aggregate
 from shuffle.statestore import StateClient
 

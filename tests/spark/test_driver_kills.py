@@ -8,7 +8,7 @@ import signal
 import pyarrow as pa
 from pyspark.sql import SparkSession
 
-from examples.local import LocalSystem
+from shuffle.examples.local import LocalSystem
 from shuffle.statestore import StateClient
 from tests.spark.killed_driver import BATCH_ROWS, copy
 from tests.spark.programs import MOMENTS, ROWS, KilledDrivers

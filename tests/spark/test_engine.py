@@ -14,11 +14,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from examples.activity import KEY, VALUE
-from examples.generate import fill
-from examples.local import LocalSystem
-from perf.report import command_line, process_tree
-from perf.workload import Workload, difference, oracle
+from shuffle.examples.activity import KEY, VALUE
+from shuffle.examples.generate import fill
+from shuffle.examples.local import LocalSystem
+from shuffle.examples.processes import command_line, process_tree
+from shuffle.examples.workload import Workload, difference, oracle
 from shuffle.statestore import StateClient
 
 ROWS = 200_000

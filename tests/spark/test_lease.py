@@ -15,12 +15,12 @@ import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 
-from examples.local import LocalSystem
-from examples.spark_pipeline import Mappers
-from perf.workload import SCHEMA, Workload
 from shuffle import AggregateReducer, Count
 from shuffle.durable.query_lease import has_lease, query_group, refuse_beside_query, stored_holder
 from shuffle.errors import BadInput, SplitBrain
+from shuffle.examples.local import LocalSystem
+from shuffle.examples.spark_pipeline import Mappers
+from shuffle.examples.workload import SCHEMA, Workload
 from shuffle.jobs.aggregates import Aggregate
 from shuffle.run.preflight import META_KEY, META_VALUE
 from shuffle.spark_connector import reduce_stream

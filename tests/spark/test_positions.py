@@ -13,13 +13,13 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-from examples.local import LocalSystem
-from examples.spark_pipeline import Mappers
-from perf.workload import SCHEMA, Workload, difference, oracle
 from shuffle import AggregateReducer, Count, Max
 from shuffle.discovery import reducers_group
 from shuffle.durable.query_lease import holder_row
 from shuffle.errors import BadInput, RowsGone, SplitBrain, StoreUnavailable
+from shuffle.examples.local import LocalSystem
+from shuffle.examples.spark_pipeline import Mappers
+from shuffle.examples.workload import SCHEMA, Workload, difference, oracle
 from shuffle.jobs.aggregates import Aggregate
 from shuffle.spark_connector.options import Options
 from shuffle.spark_connector.reduce import Done, ReduceTask

@@ -16,11 +16,11 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from examples.activity import TABLE, CountByUser
-from examples.generate import fill
-from examples.local import LocalSystem
-from examples.spark_pipeline import Mappers
-from perf.workload import Workload, difference, oracle
+from shuffle.examples.activity import TABLE, CountByUser
+from shuffle.examples.generate import fill
+from shuffle.examples.local import LocalSystem
+from shuffle.examples.spark_pipeline import Mappers
+from shuffle.examples.workload import Workload, difference, oracle
 from shuffle.partition import hash_partition
 from shuffle.spark_connector import reduce_stream
 from shuffle.statestore import StateClient, Transaction

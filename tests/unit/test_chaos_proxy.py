@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from perf.chaos import Tunnels
-from perf.chaos_proxy import Proxy
+from perf.parts.chaos_proxy import Proxy
 
 PIECE = b"0123456789" * 5_000
 

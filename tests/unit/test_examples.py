@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from examples import activity, wordcount
-from perf.workload import SCHEMA, batches, difference, generate, oracle
 from shuffle.api import WorkerSpec
+from shuffle.examples import activity, wordcount
+from shuffle.examples.workload import SCHEMA, batches, difference, generate, oracle
 from shuffle.ids import Guid
 from shuffle.spec.config import load_spec
 from shuffle.statestore import StateClient

@@ -13,16 +13,17 @@ import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
 
-from perf import compare, compare_pictures, growth, pictures
-from perf.compare_peer import Peer, PeerFailed
-from perf.compare_systems import Run, correct
-from perf.flink import last_changes
-from perf.growth_load import INPUT_BYTES_PER_S, Load, extrapolated
-from perf.keyed_rows import KeyedRows
-from perf.progress import Buckets
-from perf.workload import RESULT_SCHEMA, SCHEMA, Workload, oracle
-from perf.workload_files import in_turn, write_forms
+from perf import compare, growth
+from perf.common import compare_pictures, pictures
+from perf.common.keyed_rows import KeyedRows
+from perf.common.progress import Buckets
+from perf.common.workload_files import in_turn, write_forms
+from perf.parts.growth_load import INPUT_BYTES_PER_S, Load, extrapolated
+from perf.yardsticks.compare_peer import Peer, PeerFailed
+from perf.yardsticks.compare_systems import Run, correct
+from perf.yardsticks.flink import last_changes
 from shuffle.errors import ShuffleError
+from shuffle.examples.workload import RESULT_SCHEMA, SCHEMA, Workload, oracle
 from tests.waiting import wait_until
 
 WORKLOAD = Workload(with_user_share=1.0, users=50)
@@ -134,7 +135,7 @@ def test_picture_of_write_amplification_names_what_for(tmp_path: Path) -> None:
 
 ECHO = """
 import sys
-from perf.compare_peer import serve
+from perf.yardsticks.compare_peer import serve
 def handler(request):
     print("to the log, not to the replies")
     if request["job"] == "fail":
@@ -166,7 +167,7 @@ def test_peer_answers_goes_on_after_an_error_and_ends_with_its_input(tmp_path: P
 WITH_CHILD = """
 import subprocess, sys
 from pathlib import Path
-from perf.compare_peer import serve
+from perf.yardsticks.compare_peer import serve
 child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
 def handler(request):
     return {"pid": child.pid, "stat": Path(f"/proc/{child.pid}/stat").read_text()}

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from perf import pictures
+from perf.common import pictures
+from perf.common.paced import INPUT_SCHEMA, PacedInput
+from perf.common.sampling import Series
 from perf.failures import Outage, mapper_figures, others_ratio
-from perf.paced import INPUT_SCHEMA, PacedInput
-from perf.sampling import Series
-from perf.workload import RESULT_SCHEMA, Workload, difference, oracle
 from shuffle.errors import ShuffleError
+from shuffle.examples.workload import RESULT_SCHEMA, Workload, difference, oracle
 from shuffle.statestore import StateClient
 
 

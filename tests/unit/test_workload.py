@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from perf.workload import (
+from shuffle.examples.workload import (
     RESULT_SCHEMA,
     SCHEMA,
     Workload,
@@ -36,7 +36,8 @@ def test_rows_at_a_position_do_not_need_the_rows_before_them() -> None:
 
 
 def test_rows_are_the_same_in_another_process_with_another_hash_seed() -> None:
-    program = "from perf.workload import generate; print(hash(generate(1000, seed=9)['message'][999].as_py()) and 0); "
+    program = "from shuffle.examples.workload import generate; "
+    program += "print(hash(generate(1000, seed=9)['message'][999].as_py()) and 0); "
     program += "import hashlib; print(hashlib.sha256(repr(generate(1000, seed=9).to_pylist()).encode()).hexdigest())"
     answers = {
         subprocess.run(

@@ -14,8 +14,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from perf.workload import Workload, oracle_part, oracle_sum
 from shuffle.errors import CommitConflict, CommitUnknown, ShuffleError, StoreError
+from shuffle.examples.workload import Workload, oracle_part, oracle_sum
 from shuffle.statestore import StateClient
 
 MAPPERS = 2

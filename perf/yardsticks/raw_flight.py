@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from perf.workload import SCHEMA, Workload
+from shuffle.examples.workload import SCHEMA, Workload
 from shuffle.partition import hash_partition, split_by_partition
 from shuffle.support import flight
 

@@ -18,7 +18,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.streaming.datasource import ReadLimit, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from perf.workload import SCHEMA, Workload
+from shuffle.examples.workload import SCHEMA, Workload
 from shuffle.spark_connector.schemas import arrow_schema, as_schema, spark_schema
 
 

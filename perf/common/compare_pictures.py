@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from perf import pictures
+from perf.common import pictures
 
 SYSTEM_COLOURS = {
     "this project": pictures.COLOURS[0],

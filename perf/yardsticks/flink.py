@@ -13,12 +13,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from examples.local import PROJECT
-from perf.compare_peer import Peer
-from perf.workload import RESULT_SCHEMA
+from perf.yardsticks.compare_peer import Peer
+from shuffle.examples.local import PROJECT
+from shuffle.examples.workload import RESULT_SCHEMA
 
 PACKAGE = "apache-flink==2.3.0"
 HEAP = "-Xmx2g"
@@ -63,7 +63,7 @@ class Flink:
     def __init__(self, python: Path, folder: Path, csv: Path) -> None:
         self._port = _free_port()
         self._folder = folder
-        command = [str(python), "-m", "perf.flink_job", str(folder), str(csv), str(self._port)]
+        command = [str(python), "-m", "perf.yardsticks.flink_job", str(folder), str(csv), str(self._port)]
         self.peer = Peer("flink", command, folder, {"PYTHONPATH": str(PROJECT), "JVM_ARGS": HEAP})
 
     def run(self, job: str) -> tuple[float, int, float]:
@@ -117,23 +117,23 @@ def last_changes(path: Path) -> pa.Table:
 
     The changes of one key are printed in order, since they are all printed by one thread.
     """
-    pattern = r"^(?:\d+> )?(?<change>\+I|\+U|-U|-D)\[(?<user>[^,]*), (?<cluster>[^,]*), (?<at>\d+), (?<count>\d+)\]$"
-    lines = pl.read_csv(path, has_header=False, new_columns=["line"], separator="\x01", quote_char=None)
-    rows = (
-        lines.select(pl.col("line").str.extract_groups(pattern).alias("row"))
-        .unnest("row")
-        .filter(pl.col("change") != "-U")
-        .group_by("user", "cluster", maintain_order=True)
-        .agg(pl.all().last())
-        .filter(pl.col("change") != "-D")
-        .select(
-            "user",
-            "cluster",
-            pl.col("at").cast(pl.Int64).cast(pl.Datetime("us")).alias("last_access"),
-            pl.col("count").cast(pl.Int64),
-        )
+    pattern = (
+        r"^(?:\d+> )?(?P<change>\+I|\+U|-U|-D)\[(?P<user>[^,]*), (?P<cluster>[^,]*), (?P<at>\d+), (?P<count>\d+)\]$"
     )
-    return rows.to_arrow().cast(RESULT_SCHEMA)
+    lines = pc.extract_regex(pa.array(path.read_text().splitlines(), pa.string()), pattern)
+    rows = pa.table(dict(zip(("change", "user", "cluster", "at", "count"), lines.flatten(), strict=True))).drop_null()
+    rows = rows.filter(pc.not_equal(rows["change"], "-U"))
+    columns = ("change", "at", "count")
+    # Only one thread keeps the order of the rows, which is what "last" means.
+    last = rows.group_by(["user", "cluster"], use_threads=False).aggregate([(name, "last") for name in columns])
+    last = last.filter(pc.not_equal(last["change_last"], "-D"))
+    found = [
+        last["user"],
+        last["cluster"],
+        last["at_last"].cast(pa.int64()).cast(pa.timestamp("us")),
+        last["count_last"].cast(pa.int64()),
+    ]
+    return pa.Table.from_arrays(found, schema=RESULT_SCHEMA)
 
 
 def _free_port() -> int:

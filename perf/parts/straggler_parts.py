@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from examples.local import LocalSystem
-from perf import report
 from shuffle.errors import ShuffleError
+from shuffle.examples import processes
+from shuffle.examples.local import LocalSystem
 from shuffle.mapper.spill.store import spill_queue
 from shuffle.run import launch
 from shuffle.statestore import StateClient
@@ -89,7 +89,7 @@ class Workers:
                 self._note(child.pid)
 
     def _note(self, pid: int) -> None:
-        self._peaks_bytes[pid] = max(self._peaks_bytes.get(pid, 0), report.rss_peak_bytes(pid))
+        self._peaks_bytes[pid] = max(self._peaks_bytes.get(pid, 0), processes.rss_peak_bytes(pid))
 
     @property
     def peak_bytes(self) -> int:

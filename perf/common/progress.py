@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from examples.local import LocalSystem
 from shuffle import hash_partition
 from shuffle.errors import ShuffleError
+from shuffle.examples.local import LocalSystem
 from shuffle.statestore import StateClient
 
 POLL_S = 0.1

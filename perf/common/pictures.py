@@ -1,6 +1,6 @@
 """Pictures of what the benchmarks measured, drawn from the ``series`` in their JSON files.
 
-    python -m perf.pictures perf/results/*.json --to FOLDER --format svg
+    python -m perf.common.pictures perf/results/*.json --to FOLDER --format svg
 
 Drawing is apart from measuring, so that a picture can be mended without measuring again. Matplotlib is an optional
 extra (``perf``) and imported only when something is drawn; it needs no display.
@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from perf import report
+from perf.common import report
 from shuffle.errors import ShuffleError
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 INSTALL = "python -m pip install 'streaming-shuffle[perf]' (make setup does it)"
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
@@ -86,7 +86,7 @@ def save(figure: Any, folder: Path, name: str, ending: str = "svg") -> Path:
 
 def draw(series: Mapping[str, Any], folder: Path, ending: str = "svg") -> list[Path]:
     """All pictures of one benchmark; the files written."""
-    _library("perf.compare_pictures")  # adds what it can draw
+    _library("perf.common.compare_pictures")  # adds what it can draw
     kind = series.get("kind")
     if kind not in DRAWN:
         raise ShuffleError(f"there are no pictures of {kind!r}; known are {', '.join(sorted(DRAWN))}")
@@ -244,11 +244,13 @@ def _finish(figure: Any, panels: Sequence[Any]) -> Any:
 
 
 DRAWN: dict[str, Draw] = {"failures": failures}
-"""What can be drawn, by the ``kind`` of its series; ``perf.compare_pictures`` adds more."""
+"""What can be drawn, by the ``kind`` of its series; ``perf.common.compare_pictures`` adds more."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m perf.pictures", description="Draw what benchmarks have measured.")
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.common.pictures", description="Draw what benchmarks have measured."
+    )
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="what a benchmark wrote with --json")
     parser.add_argument("--to", metavar="FOLDER", type=Path, default=RESULTS, help="default: perf/results")
     parser.add_argument("--format", choices=["svg", "png"], default="svg")
@@ -269,6 +271,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     # Under its own name, so that those who add to DRAWN add to this one.
-    from perf import pictures
+    from perf.common import pictures
 
     sys.exit(report.told(pictures.main))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from examples.activity import KEY_COLUMNS
 from shuffle import HashMapper, Reducer
+from shuffle.examples.activity import KEY_COLUMNS
 from shuffle.statestore import Transaction
 
 

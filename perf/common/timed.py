@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from examples.activity import ParseLogs
 from shuffle.api import PartitionedRowset, WorkerSpec
+from shuffle.examples.activity import ParseLogs
 from shuffle.statestore import StateClient
 
 APPENDED_COLUMN = "appended_ns"

@@ -21,7 +21,7 @@ from pyflink.common import Configuration
 from pyflink.java_gateway import get_gateway
 from pyflink.table import EnvironmentSettings, TableEnvironment
 
-from perf.compare_peer import serve
+from perf.yardsticks.compare_peer import serve
 
 CORES = 2
 SETTINGS = {

@@ -2,7 +2,7 @@
 
 Each partition has a thread that appends one batch, of always the same number of rows, every so often. A few batches
 are made in advance and used in turn: making rows costs as much as shuffling them, and is not what is measured. The
-column of ``perf.timed`` is set anew in each append.
+column of ``perf.common.timed`` is set anew in each append.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from perf.timed import APPENDED_COLUMN
-from perf.workload import SCHEMA, Workload, oracle_part, oracle_sum
+from perf.common.timed import APPENDED_COLUMN
 from shuffle.errors import ShuffleError
+from shuffle.examples.workload import SCHEMA, Workload, oracle_part, oracle_sum
 from shuffle.statestore import StateClient
 
 INPUT_SCHEMA = SCHEMA.append(pa.field(APPENDED_COLUMN, pa.int64()))

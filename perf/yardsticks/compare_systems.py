@@ -24,16 +24,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from examples.activity import COLUMNS, KEY_COLUMNS, TABLE
-from examples.local import PROJECT, LocalSystem
-from examples.spark_pipeline import Mappers
-from perf.compare_peer import Peer
-from perf.compare_usage import Meter
-from perf.flink import Flink
-from perf.progress import Buckets, fill_with, forget, watched
-from perf.workload import SCHEMA, difference
-from perf.workload_files import Input, in_turn
+from perf.common.progress import Buckets, fill_with, forget, watched
+from perf.common.workload_files import Input, in_turn
+from perf.yardsticks.compare_peer import Peer
+from perf.yardsticks.compare_usage import Meter
+from perf.yardsticks.flink import Flink
 from shuffle.errors import ShuffleError
+from shuffle.examples.activity import COLUMNS, KEY_COLUMNS, TABLE
+from shuffle.examples.local import PROJECT, LocalSystem
+from shuffle.examples.spark_pipeline import Mappers
+from shuffle.examples.workload import SCHEMA, difference
 from shuffle.statestore import StateClient
 
 MAPPERS = 2
@@ -136,11 +136,11 @@ class Ours(Base):
         }
 
     def count(self) -> Run:
-        return self._processed("perf.jobs:KeyAndTime", "examples.activity:DeclaredCountByUser", counted=True)
+        return self._processed("perf.common.jobs:KeyAndTime", "examples.activity:DeclaredCountByUser", counted=True)
 
     def repartition(self) -> Run:
         """Nothing is kept to compare: that each row was committed by the reducer it belongs to is in the positions."""
-        return self._processed("perf.jobs:WholeRows", "perf.jobs:KeepNothing", counted=False)
+        return self._processed("perf.common.jobs:WholeRows", "perf.common.jobs:KeepNothing", counted=False)
 
     def _processed(self, mapper: str, reducer: str, counted: bool) -> Run:
         system = "this project"
@@ -171,7 +171,7 @@ class Spark(Base):
     def peer(self) -> Peer:
         """Started when first needed, so that it does not start while another system is measured."""
         python = {"PYSPARK_PYTHON": sys.executable, "PYSPARK_DRIVER_PYTHON": sys.executable}
-        command = [sys.executable, "-m", "perf.spark_alone", str(self._folder)]
+        command = [sys.executable, "-m", "perf.yardsticks.spark_alone", str(self._folder)]
         peer = Peer("spark", command, self._folder, {"PYTHONPATH": str(PROJECT), **python})
         self._stack.callback(peer.close)
         return peer
@@ -212,7 +212,7 @@ class Spark(Base):
     def reduce_stream(self, batch_rows: int) -> Run:
         """Mappers as processes, reducers as Spark's tasks."""
         assert self._ours is not None
-        spec = self._ours.spec("perf.jobs:KeyAndTime", "examples.activity:DeclaredCountByUser")
+        spec = self._ours.spec("perf.common.jobs:KeyAndTime", "examples.activity:DeclaredCountByUser")
         system, name = self._ours.system, spec["processor"]
         roots = [self.peer.pid, system.store_pid]
         with Meter(lambda: roots) as meter, ExitStack() as stack:

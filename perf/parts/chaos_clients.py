@@ -15,8 +15,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from examples.activity import TABLE
 from shuffle.errors import ShuffleError
+from shuffle.examples.activity import TABLE
 from shuffle.run.launch import die_with_parent
 from shuffle.statestore import StateClient
 from shuffle.statestore.codec.small_batch import FEW_ROWS

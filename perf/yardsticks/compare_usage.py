@@ -17,19 +17,19 @@ from types import TracebackType
 
 import numpy as np
 
-from perf import report
+from shuffle.examples import processes
 
 PERIOD_S = 0.25
 
 
 def private_bytes(pid: int) -> int:
     """Memory that is this process's own; 0 when it is gone."""
-    return report.status_bytes(pid, "RssAnon") + report.status_bytes(pid, "RssShmem")
+    return processes.status_bytes(pid, "RssAnon") + processes.status_bytes(pid, "RssShmem")
 
 
 def trees(roots: Iterable[int]) -> list[int]:
     """The processes of several trees, each once."""
-    return list(dict.fromkeys(pid for root in roots for pid in report.process_tree(root)))
+    return list(dict.fromkeys(pid for root in roots for pid in processes.process_tree(root)))
 
 
 class Meter:
@@ -49,7 +49,7 @@ class Meter:
 
     def __enter__(self) -> Meter:
         os.sync()  # What others have written is not to be paid for by the one that is measured now.
-        self._written_before = report.tree_written_bytes(os.getpid())
+        self._written_before = processes.tree_written_bytes(os.getpid())
         self._thread.start()
         return self
 
@@ -63,7 +63,7 @@ class Meter:
             pids = trees(self._roots())
             self._times_s.append(time.time())
             for pid in pids:
-                self._cpu_of[pid] = max(self._cpu_of.get(pid, 0.0), report.own_cpu_seconds(pid))
+                self._cpu_of[pid] = max(self._cpu_of.get(pid, 0.0), processes.own_cpu_seconds(pid))
             self._cpu_s.append(sum(self._cpu_of.values()))
             self._memory_bytes.append(sum(private_bytes(pid) for pid in pids))
             if self._stopping.wait(PERIOD_S):
@@ -72,7 +72,7 @@ class Meter:
     def stop_counting_bytes(self) -> None:
         """What is written from now on, for instance to check the result, does not belong to the work."""
         if self._written_after is None:
-            self._written_after = report.tree_written_bytes(os.getpid())
+            self._written_after = processes.tree_written_bytes(os.getpid())
 
     def cpu_between_s(self, begin_s: float, end_s: float) -> float:
         """Processor time used between two times of the wall clock."""

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
-from perf.workload import Workload, oracle_part, oracle_sum, partition_rows
+from shuffle.examples.workload import Workload, oracle_part, oracle_sum, partition_rows
 
 ROW_GROUPS_PER_FILE = 2
 """A reader can only share a file among its threads by row groups."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from perf import report
 from shuffle.errors import ShuffleError
+from shuffle.examples import processes
 from shuffle.statestore import StateClient
 
 TABLE = "scanned"
@@ -60,7 +60,7 @@ def scan(store: str) -> Scan:
         while chunk:
             lines += chunk.count(b"\n")
             # Asked while the process lives: what the kernel reports of a dead child includes its parent's memory.
-            rss_peak_bytes = max(rss_peak_bytes, report.rss_peak_bytes(process.pid))
+            rss_peak_bytes = max(rss_peak_bytes, processes.rss_peak_bytes(process.pid))
             chunk = os.read(descriptor, _READ_BYTES)
         whole_s = time.monotonic() - begin
         if process.wait(30):

@@ -23,8 +23,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.streaming.query import StreamingQuery
 
-from perf.compare_peer import serve
-from perf.workload import RESULT_SCHEMA
+from perf.yardsticks.compare_peer import serve
+from shuffle.examples.workload import RESULT_SCHEMA
 from shuffle.spark_connector.reduce import reduce_frame
 
 CORES = 2

@@ -1,0 +1,1 @@
+"""What benchmarks share: reports, pictures, watches, paced input, jobs."""

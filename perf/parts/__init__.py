@@ -1,0 +1,1 @@
+"""Parts of single benchmarks that are too long for one file."""

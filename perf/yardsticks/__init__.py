@@ -1,0 +1,1 @@
+"""What the project is measured against: bare Flight and RocksDB, Spark and Flink by themselves."""

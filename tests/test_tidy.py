@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tools import layers
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,10 +33,11 @@ PACKAGES = (
 GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 
 FILE_LINES_MAX = 500
-FUNCTION_LINES_MAX = 70
+FUNCTION_LINES_MAX = 60
+FOLDER_MODULES_MAX = 16
 
 IMPORTED_ONLY_BY: dict[str, set[str]] = {
-    "rocksdict": {"statestore/local/rocks.py", "perf/raw_rocks.py"},
+    "rocksdict": {"statestore/local/rocks.py", "perf/yardsticks/raw_rocks.py"},
     "pyarrow.flight": {"shuffle/support/flight.py"},
 }
 """Libraries with traps are behind one module each, which is where the traps are dealt with."""
@@ -41,7 +45,7 @@ IMPORTED_ONLY_BY: dict[str, set[str]] = {
 IMPORTED_BY_NONE = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 """What is stored or sent can be read by other versions and other languages, and never runs code when it is read."""
 
-ALIASES = {"mapper", "reducer", "statestore", "spark_connector"}
+ALIASES = {"mapper", "reducer", "statestore", "spark_connector", "examples"}
 """Packages of ``shuffle`` that people may import by their last name. The project does not: a user's module of that name
 would be imported instead."""
 
@@ -167,6 +171,27 @@ def test_functions_are_short() -> None:
     assert not found, f"over {FUNCTION_LINES_MAX} lines"
 
 
+def test_folders_are_small() -> None:
+    modules = Counter(name_of(path.parent) for path in sources() if path.stem not in ("__init__", "__main__"))
+    found = {folder: count for folder, count in modules.items() if count > FOLDER_MODULES_MAX}
+    assert not found, f"over {FOLDER_MODULES_MAX} modules: a folder of so many wants rooms"
+
+
+# The layers are drawn in docs/architecture.md; tools/layers.py prints the table of who imports whom.
+
+
+def test_no_import_points_upwards() -> None:
+    assert not [str(found) for found in layers.all_imports() if found.points_upwards]
+
+
+def test_mapper_and_reducer_do_not_know_each_other() -> None:
+    assert not [str(found) for found in layers.all_imports() if found.is_between_strangers]
+
+
+def test_nothing_inside_of_a_package_imports_its_face() -> None:
+    assert not [str(found) for found in layers.all_imports() if found.is_of_own_face]
+
+
 def test_every_package_says_what_it_is() -> None:
     found = [
         name for name, tree in parsed() if name.endswith("/__init__.py") and not (ast.get_docstring(tree) or "").strip()
@@ -183,7 +208,7 @@ def test_every_package_ships_its_types() -> None:
     """Without the marker file, whoever imports the package has ``Any`` for everything in it."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     installed = [pattern.rstrip("*") for pattern in setuptools["packages"]["find"]["include"]]
-    assert set(installed) == set(PACKAGES) - {"tools"}
+    assert set(installed) == set(PACKAGES) - {"tools", "perf", "examples"}, "the last two are in the repository only"
     found = [package for package in installed if not (ROOT / package / "py.typed").is_file()]
     assert not found, "no py.typed"
     assert "py.typed" in setuptools["package-data"]["*"], "it would not be installed"
@@ -216,6 +241,59 @@ def test_every_dependency_is_accounted_for_and_pinned() -> None:
 
 
 # ---- the rules can fail ---------------------------------------------------------------------------------------------
+
+KNOWN = [
+    *("shuffle", "shuffle.errors", "shuffle.mapper.core", "shuffle.mapper.daemon", "shuffle.reducer.core"),
+    *("shuffle.run.status", "shuffle.run.controller", "shuffle.cli", "shuffle.statestore", "shuffle.statestore.store"),
+    *("shuffle.statestore.engine.engine", "shuffle.statestore.client.client", "shuffle.examples.demo"),
+]
+
+
+def imported_by(importer: str, text: str) -> list[layers.Import]:
+    return list(layers.imports(ast.parse(text), importer, KNOWN))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from shuffle.run import status",
+        "from shuffle.run.status import collect",
+        "import shuffle.run.status",
+        "def f():\n    from shuffle.run.status import collect",
+        "if TYPE_CHECKING:\n    from shuffle.run.status import collect",
+        "import mapper, shuffle.run.status as s",
+    ],
+)
+def test_import_that_points_upwards_is_seen_in_every_spelling(text: str) -> None:
+    assert any(found.points_upwards for found in imported_by("shuffle.mapper.core", text))
+
+
+@pytest.mark.parametrize(
+    "text", ["from shuffle.errors import BadInput", "import shuffle.errors", "from shuffle.mapper.daemon import run"]
+)
+def test_import_of_a_lower_or_the_same_layer_is_allowed(text: str) -> None:
+    assert not any(found.points_upwards for found in imported_by("shuffle.mapper.core", text))
+
+
+def test_strangers_are_seen_in_both_directions() -> None:
+    assert imported_by("shuffle.mapper.core", "from shuffle.reducer.core import X")[0].is_between_strangers
+    assert imported_by("shuffle.reducer.core", "from mapper.core import X")[0].is_between_strangers
+
+
+def test_import_of_the_own_face_is_seen() -> None:
+    [inside] = imported_by("shuffle.statestore.client.client", "from shuffle.statestore import StateClient")
+    [outside] = imported_by("shuffle.mapper.core", "from shuffle.statestore import StateClient")
+    [user] = imported_by("shuffle.examples.demo", "from shuffle import Mapper")
+    assert inside.is_of_own_face
+    assert not outside.is_of_own_face
+    assert not user.is_of_own_face, "examples are written as users write"
+
+
+def test_module_that_is_in_no_layer_is_refused() -> None:
+    with pytest.raises(LookupError, match="is in no layer"):
+        layers.part_of("shuffle.something_new")
+    with pytest.raises(LookupError, match="is in no layer"):
+        layers.part_of("shuffle.statestore.something_new")
 
 
 @pytest.mark.parametrize(

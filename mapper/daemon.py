@@ -17,8 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shuffle.api import WorkerSpec
-from shuffle.discovery import Membership, mappers_group
+from shuffle.discovery import Membership
 from shuffle.durable.mapper_state import lookup_committed
+from shuffle.durable.tables import mappers_group
 from shuffle.errors import FalseClaim, ShuffleError, SpecError, SplitBrain, TableExists, UserCodeError
 from shuffle.ids import MapperIndex, ReducerIndex, new_guid
 from shuffle.mapper.core import MapperCore
@@ -151,7 +152,7 @@ def _run(
 
 
 def _dead_letter_queue(spec: ProcessorSpec, client: StateClient) -> str:
-    name = spec.mapper.dead_letter_queue or f"{spec.processor}/mapper_dead_letters"
+    name = spec.dead_letter_queue("mapper")
     if spec.mapper.on_error == "dead_letter":
         try:
             client.create_queue(name, schema=DEAD_LETTER_SCHEMA, partitions=1, if_not_exists=True)

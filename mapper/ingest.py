@@ -13,14 +13,8 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from shuffle.durable.mapper_state import (
-    MapperState,
-    PersistedState,
-    lookup_committed,
-    lookup_state,
-    mappers_table,
-    state_rows,
-)
+from shuffle.durable.mapper_state import MapperState, PersistedState, lookup_committed, lookup_state, state_rows
+from shuffle.durable.tables import mappers_table
 from shuffle.errors import (
     CommitConflict,
     CommitUnknown,

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from shuffle.durable.mapper_state import MapperState, lookup_committed, lookup_state, mappers_table, state_rows
+from shuffle.durable.mapper_state import MapperState, lookup_committed, lookup_state, state_rows
+from shuffle.durable.tables import mappers_table
 from shuffle.errors import CommitConflict, CommitUnknown, DiskFull, Expired, ShuffleError, TooLarge
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.mapper.core import MapperCore, TrimPlan

@@ -32,7 +32,7 @@ from perf.common.progress import Buckets, committed
 from perf.common.workload_files import in_turn
 from perf.parts.growth_load import Load, extrapolated
 from perf.yardsticks.compare_usage import private_bytes
-from shuffle.discovery import mappers_group, reducers_group
+from shuffle.durable.tables import mappers_group, reducers_group
 from shuffle.errors import ShuffleError
 from shuffle.examples import processes
 from shuffle.examples.activity import KEY_COLUMNS

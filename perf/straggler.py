@@ -44,7 +44,7 @@ from perf.parts.straggler_parts import (
     wait_for_empty_spill,
     write_spec,
 )
-from shuffle.discovery import mappers_group
+from shuffle.durable.tables import mappers_group
 from shuffle.errors import ShuffleError
 from shuffle.examples import processes
 from shuffle.examples.activity import COLUMNS, KEY_COLUMNS, TABLE

@@ -15,9 +15,10 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 from shuffle.api import Reducer, WorkerSpec
-from shuffle.discovery import MapperDirectory, Membership, reducers_group
+from shuffle.discovery import MapperDirectory, Membership
 from shuffle.durable.query_lease import refuse_beside_query
 from shuffle.durable.reducer_state import ReducerState
+from shuffle.durable.tables import reducers_group
 from shuffle.errors import (
     BadInput,
     CommitConflict,

@@ -9,6 +9,7 @@ from typing import Literal
 import pyarrow as pa
 
 from shuffle.api import Reducer
+from shuffle.durable import tables
 from shuffle.errors import UserCodeError
 from shuffle.ids import ReducerIndex, ShuffleIndex
 from shuffle.reducer.core import Part, Work
@@ -68,7 +69,7 @@ class ReduceStage:
         self._on_error = on_error
         self._locate = locate
         self._forget = forget
-        self._queue = dead_letter_queue or f"{processor}/reducer_dead_letters"
+        self._queue = dead_letter_queue or tables.dead_letter_queue(processor, "reducer")
         self._partition = 0
         self._epoch: int | None = None
         if on_error == "dead_letter":

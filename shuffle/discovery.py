@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from shuffle.durable.tables import mappers_group
 from shuffle.errors import Expired, ShuffleError
 from shuffle.ids import Guid, MapperIndex
 from shuffle.support.logs import get_logger
@@ -28,14 +29,6 @@ WATCH_WAIT_MS = 1_000
 """One long poll of the watcher; also how long ``close`` may have to wait for it."""
 
 _log = get_logger(__name__)
-
-
-def mappers_group(processor: str) -> str:
-    return f"{processor}/mappers"
-
-
-def reducers_group(processor: str) -> str:
-    return f"{processor}/reducers"
 
 
 @dataclass(frozen=True, slots=True)

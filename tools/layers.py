@@ -35,13 +35,13 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("store.client", ("shuffle.statestore.client",)),
     ("statestore", ("shuffle.statestore",)),
     ("store.server", ("shuffle.statestore.server", "shuffle.statestore.__main__")),
+    ("durable", ("shuffle.durable",)),
     ("store.admin", ("shuffle.statestore.admin",)),
     ("api", ("shuffle.api", "shuffle.messages", "shuffle.metrics", "shuffle.discovery")),
     ("partition", ("shuffle.partition",)),
     ("jobs", ("shuffle.jobs",)),
     ("user_code", ("shuffle.user_code",)),
     ("spec", ("shuffle.spec",)),
-    ("durable", ("shuffle.durable",)),
     ("mapper.window", tuple(f"shuffle.mapper.{name}" for name in ("window", "bucket", "rows", "reader"))),
     ("mapper.readers", ("shuffle.mapper.readers",)),
     ("mapper.spill", ("shuffle.mapper.spill",)),
@@ -137,13 +137,14 @@ def imports(tree: ast.AST, importer: str, known: Iterable[str]) -> Iterator[Impo
     """What a module imports of the project, at its top and inside of functions."""
     known = set(known)
     for node in ast.walk(tree):
-        names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             raise SyntaxError(f"{importer}:{node.lineno}: packages are imported by their whole name")
+        else:
+            continue
         for name in names:
             name = f"shuffle.{name}" if name.partition(".")[0] in LINKED else name
             while name and name not in known:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from shuffle.durable.mapper_state import MapperState, lookup_state
+from shuffle.durable.tables import spill_queue, spills_table
 from shuffle.errors import CommitUnknown, OutOfRange, StoreUnavailable, UnknownTable
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
@@ -69,14 +70,6 @@ LOAD_ATTEMPTS_MAX = 5
 
 CACHED_MAX = 4
 """Spilled batches kept, of different reducers: small answers would else decode each batch again and again."""
-
-
-def spills_table(processor: str) -> str:
-    return f"{processor}/spills"
-
-
-def spill_queue(processor: str, mapper_index: int) -> str:
-    return f"{processor}/spill/{mapper_index}"
 
 
 def lookup_spills(

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shuffle.discovery import mappers_group, reducers_group
+from shuffle.durable.tables import mappers_group, reducers_group
 from shuffle.errors import ShuffleError
 from shuffle.statestore import Member, StateClient
 from shuffle.support import flight

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shuffle.durable.tables import spill_queue
 from shuffle.errors import ShuffleError
 from shuffle.examples import processes
 from shuffle.examples.local import LocalSystem
-from shuffle.mapper.spill.store import spill_queue
 from shuffle.run import launch
 from shuffle.statestore import StateClient
 

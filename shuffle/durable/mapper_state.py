@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from shuffle.durable.reducer_state import REDUCERS_KEY, ReducerState
+from shuffle.durable.tables import mappers_table, reducers_table
 from shuffle.errors import UnknownTable
 from shuffle.ids import InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.statestore.codec.arrow_bytes import Binary, listed
@@ -36,10 +37,6 @@ class MapperState:
 
     def is_before(self, other: MapperState) -> bool:
         return self.input_unread_row_index < other.input_unread_row_index
-
-
-def mappers_table(processor: str) -> str:
-    return f"{processor}/mappers"
 
 
 def key_rows(mapper_index: MapperIndex) -> pa.Table:
@@ -84,7 +81,7 @@ def lookup_committed(
 ) -> dict[ReducerIndex, ShuffleIndex]:
     """What each reducer's own row says that it has committed of this mapper's rows; those without a row are absent."""
     keys = pa.table([pa.array(range(reducer_count), pa.int32())], schema=REDUCERS_KEY)
-    rows = source.lookup(f"{processor}/reducers", keys)
+    rows = source.lookup(reducers_table(processor), keys)
     return {
         ReducerIndex(row["reducer_index"]): ReducerState.decode_any(row["committed_row_indices"])[mapper_index]
         for row in rows.to_pylist()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from shuffle.durable.tables import meta_table, query_group
 from shuffle.errors import BadInput
 
 if TYPE_CHECKING:
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
 
 HOLDER = "spark_query"
 """The name of the row in ``<processor>/meta``."""
-
-
-def query_group(processor: str) -> str:
-    return f"{processor}/query"
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ def process_started(pid: int) -> str:
 
 def stored_holder(source: Any, processor: str) -> QueryHolder | None:
     """Who has taken the processor, as ``source`` (a client, a transaction) sees it; perhaps gone without a word."""
-    found = source.lookup(f"{processor}/meta", holder_key())
+    found = source.lookup(meta_table(processor), holder_key())
     return QueryHolder(**json.loads(found["value"][0].as_py())) if found.num_rows else None
 
 

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shuffle.durable.query_lease import refuse_beside_query
+from shuffle.durable.tables import spill_queue
 from shuffle.errors import ShuffleError, SpecError, StoreUnavailable, UserCodeError
 from shuffle.ids import Token
 from shuffle.mapper.reader import decode_position, open_reader
-from shuffle.mapper.spill.store import spill_queue
 from shuffle.run.dead_letters import count_words, dead_letter_queues
 from shuffle.run.determinism import Difference, check_map
 from shuffle.run.status import ProcessorStatus, StatusCollector

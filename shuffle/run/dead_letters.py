@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 
 from shuffle.api import Reducer, WorkerSpec
-from shuffle.discovery import reducers_group
+from shuffle.durable.tables import reducers_group
 from shuffle.errors import BadInput, CommitConflict, ShuffleError, SpecError, UserCodeError
 from shuffle.ids import new_guid
 from shuffle.jobs.library import check_config

@@ -30,9 +30,9 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from shuffle.discovery import mappers_group, reducers_group
 from shuffle.durable.mapper_state import MAPPERS_KEY, MAPPERS_VALUE
 from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE
+from shuffle.durable.tables import mappers_group, reducers_group
 from shuffle.errors import CommitConflict, SpecError
 from shuffle.mapper.readers.folder import partition_folders
 from shuffle.mapper.spill.store import SPILLS_KEY, SPILLS_VALUE

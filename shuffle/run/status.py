@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from shuffle.discovery import MapperAddress, arrange_mappers, mappers_group, reducers_group
+from shuffle.discovery import MapperAddress, arrange_mappers
+from shuffle.durable.tables import mappers_group, reducers_group
 from shuffle.errors import ShuffleError, UnknownTable
 from shuffle.run.dead_letters import DeadLetterQueue, dead_letter_queues
 from shuffle.run.preflight import committed_indices, count_mappers

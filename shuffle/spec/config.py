@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from shuffle.durable import tables
 from shuffle.errors import SpecError
 from shuffle.limits import (
     BATCH_BYTES_MAX,
@@ -191,24 +192,24 @@ class ProcessorSpec:
 
     @property
     def mappers_table(self) -> str:
-        return f"{self.processor}/mappers"
+        return tables.mappers_table(self.processor)
 
     @property
     def reducers_table(self) -> str:
-        return f"{self.processor}/reducers"
+        return tables.reducers_table(self.processor)
 
     @property
     def spills_table(self) -> str:
-        return f"{self.processor}/spills"
+        return tables.spills_table(self.processor)
 
     @property
     def meta_table(self) -> str:
-        return f"{self.processor}/meta"
+        return tables.meta_table(self.processor)
 
     def dead_letter_queue(self, role: Literal["mapper", "reducer"]) -> str:
         """Where the rows go that this role sets aside, if it does."""
         named = self.mapper.dead_letter_queue if role == "mapper" else self.reducer.dead_letter_queue
-        return named or f"{self.processor}/{role}_dead_letters"
+        return named or tables.dead_letter_queue(self.processor, role)
 
     def metrics_port(self, role: Literal["mapper", "reducer"], index: int) -> int | None:
         """The port a worker serves its metrics on: None for not at all, 0 for any."""

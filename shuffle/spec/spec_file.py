@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from shuffle.durable.tables import Role, dead_letter_queue
 from shuffle.errors import SpecError
 from shuffle.limits import NAME_BYTES_MAX
 from shuffle.spec.config import RANGES, InputSpec, MapperSpec, ProcessorSpec, ReducerSpec, SpillSpec, relation_mistakes
@@ -413,9 +414,10 @@ def _build(values: dict[str, Any] | None, file: _File) -> ProcessorSpec:
     assert values is not None
     processor = values["processor"]
     mapper, reducer = dict(values["mapper"]), dict(values["reducer"])
-    for part, role in ((mapper, "mapper"), (reducer, "reducer")):
+    sections: tuple[tuple[dict[str, Any], Role], ...] = ((mapper, "mapper"), (reducer, "reducer"))
+    for part, role in sections:
         if part.get("on_error") == "dead_letter":
-            part.setdefault("dead_letter_queue", f"{processor}/{role}_dead_letters")
+            part.setdefault("dead_letter_queue", dead_letter_queue(processor, role))
     top = {field.name: values[field.name] for field in fields(ProcessorSpec) if field.name in values}
     top |= {
         "input": InputSpec(**values["input"]),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
+from shuffle.durable.tables import emitted_table
 from shuffle.errors import BadInput, UserCodeError
 from shuffle.limits import MIB
 from shuffle.spark_connector.store_handle import StoreHandle
@@ -23,10 +24,6 @@ READ_BYTES = 8 * MIB
 
 KEY = pa.schema([pa.field("queue", pa.string(), False), pa.field("reducer_index", pa.int32(), False)])
 VALUE = pa.schema([pa.field("batch", pa.string(), False), pa.field("begin", pa.int64(), False)])
-
-
-def table_of(processor: str) -> str:
-    return f"{processor}/emitted"
 
 
 def prepare(client: StateClient, processor: str, queue: str, reducer_count: int) -> None:
@@ -39,8 +36,8 @@ def prepare(client: StateClient, processor: str, queue: str, reducer_count: int)
             f"queue with partitions={reducer_count}",
             option="emit",
         )
-    if table_of(processor) not in {table.name for table in client.tables()}:
-        client.create_table(table_of(processor), key=KEY, value=VALUE, if_not_exists=True)
+    if emitted_table(processor) not in {table.name for table in client.tables()}:
+        client.create_table(emitted_table(processor), key=KEY, value=VALUE, if_not_exists=True)
 
 
 def emitted_schema(client: StateClient, queue: str) -> pa.Schema:
@@ -98,16 +95,16 @@ class Emission:
                 processor=self.processor,
                 reducer=self.reducer,
             )
-        found = tx.lookup(table_of(self.processor), self._key)
+        found = tx.lookup(emitted_table(self.processor), self._key)
         if found.num_rows and found["batch"][0].as_py() == self._batch:  # 2
             return
         row = {"batch": pa.array([self._batch]), "begin": pa.array([self._begin], pa.int64())}
-        tx.write(table_of(self.processor), pa.table({**_columns(self._key), **row}))  # 3
+        tx.write(emitted_table(self.processor), pa.table({**_columns(self._key), **row}))  # 3
         tx.trim(self.queue, self.reducer, self._begin)
 
     def rows(self) -> Iterator[pa.RecordBatch]:
         """All that the batch has emitted, once it is committed as a whole."""
-        found = self.store.patiently(lambda client: client.lookup(table_of(self.processor), self._key))
+        found = self.store.patiently(lambda client: client.lookup(emitted_table(self.processor), self._key))
         if not found.num_rows or found["batch"][0].as_py() != self._batch:
             return
         position: int = found["begin"][0].as_py()

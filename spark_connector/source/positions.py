@@ -18,9 +18,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from shuffle.discovery import reducers_group
 from shuffle.durable.mapper_state import lookup_state
 from shuffle.durable.reducer_state import ReducerState
+from shuffle.durable.tables import meta_table, reducers_group, reducers_table
 from shuffle.errors import BadInput, RowsGone
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.mapper.spill.store import done_row_indexes
@@ -55,8 +55,8 @@ class Positions:
         self._processor = processor
         self._lease = lease
         self._shape = shape
-        self._table = f"{processor.name}/reducers"
-        self._meta = f"{processor.name}/meta"
+        self._table = reducers_table(processor.name)
+        self._meta = meta_table(processor.name)
 
     def refuse_reducers(self) -> None:
         """Reducers that run would take the rows that this query is to read."""

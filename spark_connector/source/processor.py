@@ -12,8 +12,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from shuffle.discovery import MapperAddress, arrange_mappers, mappers_group
+from shuffle.discovery import MapperAddress, arrange_mappers
 from shuffle.durable.reducer_state import ReducerState
+from shuffle.durable.tables import mappers_group, meta_table, processor_of_meta_table, reducers_table
 from shuffle.errors import BadInput, NotServed, RowsGone, ShuffleError, StaleMapper, StoreUnavailable, UnknownTable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
@@ -70,11 +71,11 @@ class Processor:
 
         def ask(client: StateClient) -> Shape:
             try:
-                rows = client.scan(f"{self.name}/meta").read_all().to_pylist()
+                rows = client.scan(meta_table(self.name)).read_all().to_pylist()
                 found = {row["name"]: row["value"] for row in rows}
                 return Shape(int(found["mapper_count"]), int(found["reducer_count"]), found["input"])
             except (UnknownTable, KeyError) as error:
-                known = sorted(table.name[:-5] for table in client.tables() if table.name.endswith("/meta"))
+                known = sorted(filter(None, (processor_of_meta_table(table.name) for table in client.tables())))
                 there = f"there are {', '.join(known)}" if known else "there is none at all"
                 raise StoreUnavailable(
                     f"there is no processor {self.name!r} in the state store at {client.address} ({there}): start its "
@@ -87,7 +88,7 @@ class Processor:
         """For each reducer and mapper the last committed shuffle index, as ``source`` (a client, a transaction)
         sees it."""
         keys = pa.table({"reducer_index": pa.array(range(shape.reducer_count), pa.int32())})
-        rows = source.lookup(f"{self.name}/reducers", keys)
+        rows = source.lookup(reducers_table(self.name), keys)
         found = {row["reducer_index"]: row["committed_row_indices"] for row in rows.to_pylist()}
         nothing = ReducerState.initial(shape.mapper_count)
         states = [

@@ -32,9 +32,9 @@ from shuffle.durable.query_lease import (
     holder_row,
     process_place,
     process_started,
-    query_group,
     stored_holder,
 )
+from shuffle.durable.tables import meta_table, query_group
 from shuffle.errors import BadInput, CommitConflict, CommitUnknown, Expired, ShuffleError, SplitBrain
 from shuffle.ids import new_guid
 from shuffle.spark_connector.source.processor import Processor
@@ -123,7 +123,7 @@ class QueryLease:
             with client.transaction() as tx:
                 found = stored_holder(tx, self._processor.name)
                 if found is not None and found.guid == self.holder.guid:
-                    tx.delete(f"{self._processor.name}/meta", holder_key())
+                    tx.delete(meta_table(self._processor.name), holder_key())
                     tx.commit()
         lease, self._lease = self._lease, None
         if lease is not None:
@@ -143,7 +143,7 @@ class QueryLease:
                     alive = has_lease(client, name, found)
                     if alive or not take_absent:
                         return found, alive
-                tx.write(f"{name}/meta", holder_row(self.holder))
+                tx.write(meta_table(name), holder_row(self.holder))
                 tx.commit()
                 return None, False
 
@@ -220,5 +220,5 @@ def begin_task(processor: Processor, guid: str, reducer: int) -> None:
     with suppress(CommitConflict, CommitUnknown), processor.store.client().transaction() as tx:
         again = stored_holder(tx, processor.name)
         if again is not None and again.guid == guid:
-            tx.write(f"{processor.name}/meta", holder_row(named))
+            tx.write(meta_table(processor.name), holder_row(named))
             tx.commit()

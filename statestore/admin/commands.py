@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shuffle.discovery import mappers_group
+from shuffle.durable.tables import mappers_group
 from shuffle.errors import BadInput, ShuffleError, StoreUnavailable, UnknownTable
 from shuffle.statestore.admin.text import QueueRows, TextRows, json_rows, parse_bound, printable
 from shuffle.statestore.client.queue_consumers import queue_consumers, release_consumer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shuffle.mapper.spill.store import spill_queue
+from shuffle.durable.tables import spill_queue
 from shuffle.run.controller import spilled_partitions
 from shuffle.spec.config import load_spec
 from shuffle.support import flight

@@ -9,8 +9,8 @@ from typing import Any
 import shuffle.mapper.serve as _serve
 from shuffle.durable.mapper_state import MapperState as _MapperState
 from shuffle.durable.mapper_state import lookup_state as _lookup_state
-from shuffle.durable.mapper_state import mappers_table as _mappers_table
 from shuffle.durable.mapper_state import state_rows as _state_rows
+from shuffle.durable.tables import mappers_table as _mappers_table
 from shuffle.errors import SplitBrain as _SplitBrain
 from shuffle.mapper.bucket import Bucket as _Bucket
 from shuffle.mapper.bucket import ServedBatch as _ServedBatch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shuffle.durable.mapper_state import mappers_table as _mappers_table
 from shuffle.durable.mapper_state import state_rows as _state_rows
+from shuffle.durable.tables import mappers_table as _mappers_table
 from shuffle.mapper.core import MapperCore as _Core
 from shuffle.mapper.serve import SharedCore as _Shared
 from shuffle.mapper.spill.policy import Spilling as _Spilling

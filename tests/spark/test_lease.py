@@ -16,7 +16,8 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 
 from shuffle import AggregateReducer, Count
-from shuffle.durable.query_lease import has_lease, query_group, refuse_beside_query, stored_holder
+from shuffle.durable.query_lease import has_lease, refuse_beside_query, stored_holder
+from shuffle.durable.tables import query_group
 from shuffle.errors import BadInput, SplitBrain
 from shuffle.examples.local import LocalSystem
 from shuffle.examples.spark_pipeline import Mappers

@@ -14,8 +14,8 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from shuffle import AggregateReducer, Count, Max
-from shuffle.discovery import reducers_group
 from shuffle.durable.query_lease import holder_row
+from shuffle.durable.tables import reducers_group
 from shuffle.errors import BadInput, RowsGone, SplitBrain, StoreUnavailable
 from shuffle.examples.local import LocalSystem
 from shuffle.examples.spark_pipeline import Mappers

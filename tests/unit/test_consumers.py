@@ -10,7 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from shuffle.durable.mapper_state import MapperState, mappers_table, state_rows
+from shuffle.durable.mapper_state import MapperState, state_rows
+from shuffle.durable.tables import mappers_table
 from shuffle.errors import BadInput, OutOfRange, SpecError
 from shuffle.ids import InputIndex, MapperIndex, ShuffleIndex
 from shuffle.mapper.reader import encode_position

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from shuffle.discovery import MapperAddress, MapperDirectory, Membership, arrange_mappers, mappers_group
+from shuffle.discovery import MapperAddress, MapperDirectory, Membership, arrange_mappers
+from shuffle.durable.tables import mappers_group
 from shuffle.errors import StoreUnavailable
 from shuffle.ids import Guid, MapperIndex
 from shuffle.statestore import Member, StateClient

@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shuffle.discovery import MapperAddress, MapperDirectory, Membership, mappers_group
+from shuffle.discovery import MapperAddress, MapperDirectory, Membership
 from shuffle.durable.reducer_state import ReducerState
+from shuffle.durable.tables import mappers_group
 from shuffle.errors import ShuffleError, StaleMapper, StoreUnavailable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token, new_guid
 from shuffle.mapper.core import MappedBatch, MapperCore

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 import shuffle.mapper.spill.spill as spill
+from shuffle.durable.tables import spill_queue
 from shuffle.errors import CommitUnknown, CorruptData, RowsGone
 from shuffle.ids import NOTHING_COMMITTED, Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.mapper.core import MapperCore
@@ -26,7 +27,7 @@ from shuffle.mapper.spill.spill import (
     decode_heads,
     encode,
 )
-from shuffle.mapper.spill.store import SpillStore, spill_queue
+from shuffle.mapper.spill.store import SpillStore
 from shuffle.mapper.trim import Trimmer
 from shuffle.messages import METADATA_FIELDS
 from shuffle.statestore import StateClient, Transaction

@@ -1,0 +1,66 @@
+"""The names of everything that a processor keeps in the store: its tables, its queues, and its groups of leases.
+
+    PROCESSOR/mappers                   one row for each mapper: how far it has come for good (``mapper_state``)
+    PROCESSOR/reducers                  one row for each reducer: what it has committed (``reducer_state``)
+    PROCESSOR/spills                    where the spilled rows of a mapper and a reducer end
+    PROCESSOR/meta                      the fingerprint, and which Spark query reads the processor (``query_lease``)
+    PROCESSOR/emitted                   what reducers under Spark have handed to it
+    PROCESSOR/spill/MAPPER              a queue: the spilled rows themselves, with a partition for each reducer
+    PROCESSOR/ROLE_dead_letters         a queue: rows that ``map`` or ``reduce`` refused, unless the spec names another
+
+Groups of leases are named like the tables of those who hold them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Role = Literal["mapper", "reducer"]
+
+
+def mappers_table(processor: str) -> str:
+    return f"{processor}/mappers"
+
+
+def reducers_table(processor: str) -> str:
+    return f"{processor}/reducers"
+
+
+def spills_table(processor: str) -> str:
+    return f"{processor}/spills"
+
+
+def meta_table(processor: str) -> str:
+    return f"{processor}{_META}"
+
+
+def processor_of_meta_table(table: str) -> str | None:
+    """The processor whose meta table this is; None of any other table."""
+    return table.removesuffix(_META) if table.endswith(_META) else None
+
+
+def emitted_table(processor: str) -> str:
+    return f"{processor}/emitted"
+
+
+def spill_queue(processor: str, mapper_index: int) -> str:
+    return f"{processor}/spill/{mapper_index}"
+
+
+def dead_letter_queue(processor: str, role: Role) -> str:
+    return f"{processor}/{role}_dead_letters"
+
+
+def mappers_group(processor: str) -> str:
+    return f"{processor}/mappers"
+
+
+def reducers_group(processor: str) -> str:
+    return f"{processor}/reducers"
+
+
+def query_group(processor: str) -> str:
+    return f"{processor}/query"
+
+
+_META = "/meta"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import layers
+from tools import house_picture, layers
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -190,6 +190,11 @@ def test_mapper_and_reducer_do_not_know_each_other() -> None:
 
 def test_nothing_inside_of_a_package_imports_its_face() -> None:
     assert not [str(found) for found in layers.all_imports() if found.is_of_own_face]
+
+
+def test_map_of_the_project_shows_these_layers() -> None:
+    assert not house_picture.mistakes()
+    assert house_picture.PICTURE.read_text() == house_picture.picture(), "run: python -m tools.house_picture"
 
 
 def test_every_package_says_what_it_is() -> None:

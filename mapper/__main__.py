@@ -16,10 +16,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     share_freed()
     keep_small()
 
-    from shuffle.cli import report
     from shuffle.errors import ShuffleError
     from shuffle.mapper.daemon import run
     from shuffle.spec.config import load_spec
+    from shuffle.support.exit_codes import report
 
     try:
         spec = load_spec(options.spec)

@@ -32,6 +32,7 @@ from shuffle.mapper.trim import Trimmer
 from shuffle.metrics import MapperMetrics, serve_metrics
 from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
 from shuffle.support import crash_points
+from shuffle.support.exit_codes import report
 from shuffle.support.logs import get_logger, setup_logging
 from shuffle.support.vital_threads import start_vital
 from shuffle.user_code.poison import DEAD_LETTER_SCHEMA
@@ -60,8 +61,6 @@ def run(
 
     ``on_ready`` is called with the address once the mapper serves.
     """
-    from shuffle.cli import report
-
     setup_logging("mapper", spec.processor, index)
     stop = stop or threading.Event()
     try:

@@ -46,6 +46,7 @@ from shuffle.reducer.shared_core import Pipeline
 from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
 from shuffle.statestore import StateClient
 from shuffle.support import crash_points
+from shuffle.support.exit_codes import report
 from shuffle.support.logs import get_logger
 from shuffle.support.retry import Backoff
 from shuffle.support.vital_threads import start_vital
@@ -72,8 +73,6 @@ _log = get_logger(__name__)
 
 def run(spec: ProcessorSpec, index: int, *, stop: threading.Event | None = None) -> int:
     """Run one reducer until ``stop`` is set or user code fails. The exit code; errors are told on stderr."""
-    from shuffle.cli import report
-
     stop = stop or threading.Event()
     backoff = Backoff(spec.reducer.backoff_ms, spec.reducer.backoff_ms_max)
     try:

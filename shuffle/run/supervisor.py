@@ -20,9 +20,6 @@ from shuffle.limits import KIB, MIB
 from shuffle.run import launch
 from shuffle.support.logs import get_logger
 
-EXIT_SPEC = 2
-EXIT_USER_CODE = 3
-
 LOG_BYTES_MAX = 16 * MIB
 """Of one worker's log; beyond it the file is set aside (one such file is kept) and begun again."""
 TAIL_BYTES = 64 * KIB

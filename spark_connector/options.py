@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from shuffle.errors import BadInput
+from shuffle.support.suggest import did_you_mean, nearest
 
 Role = Literal["read stream", "write stream", "read", "write"]
 
@@ -131,8 +132,7 @@ class Options:
         for choice in choices:
             if value.lower() == choice.lower():
                 return choice
-        near = difflib.get_close_matches(value.lower(), choices, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(value.lower(), choices)
         raise BadInput(f"the option {name!r} is one of {', '.join(choices)}, not {value!r}{hint}", option=name)
 
     def number(self, name: str, least: int = 1) -> int | None:
@@ -194,9 +194,9 @@ def likely_role(given: Collection[str]) -> Role:
 
 
 def _unknown(name: str, role: Role, known: Mapping[str, str]) -> str:
-    near = difflib.get_close_matches(name, known, 1, cutoff=0.6)
+    near = nearest(name, known)
     if near:
-        return f"there is no option {name!r} to {role}; did you mean {known[near[0]]!r}?"
+        return f"there is no option {name!r} to {role}; did you mean {known[near]!r}?"
     elsewhere = [other for other, names in OPTIONS.items() if name in {n.lower() for n in names}]
     if elsewhere:
         return f"the option {name!r} is not for this: it is known to {' and '.join(elsewhere)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from shuffle.errors import SpecError
 from shuffle.limits import NAME_BYTES_MAX
 from shuffle.spec.config import RANGES, InputSpec, MapperSpec, ProcessorSpec, ReducerSpec, SpillSpec, relation_mistakes
 from shuffle.spec.yaml_file import Node, compose_file, in_one_line
+from shuffle.support.suggest import did_you_mean
 
 NUMBER_CHARS_MAX = 32
 """Digits of a size, a time or a count; no range has half of that."""
@@ -359,8 +359,7 @@ def _section(readers: Mapping[str, Reader], required: tuple[str, ...]) -> Reader
 
 
 def _did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(sorted(known))}"
+    return did_you_mean(word, known, f"; known here: {', '.join(sorted(known))}")
 
 
 _SPILL_SECTION = _section(_SPILL, ())

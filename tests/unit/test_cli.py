@@ -92,7 +92,7 @@ def test_wrong_spec_is_told_with_every_mistake(spec: Path, capsys: pytest.Captur
     assert cli.main(["run", str(spec)]) == 2
     output = capsys.readouterr().err
     assert output.startswith(f"error: {spec}:3: ")
-    assert "did you mean count?" in output
+    assert "did you mean 'count'?" in output
     assert "Traceback" not in output
 
 

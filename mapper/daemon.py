@@ -22,7 +22,7 @@ from shuffle.durable.mapper_state import lookup_committed
 from shuffle.errors import FalseClaim, ShuffleError, SpecError, SplitBrain, TableExists, UserCodeError
 from shuffle.ids import MapperIndex, ReducerIndex, new_guid
 from shuffle.mapper.core import MapperCore
-from shuffle.mapper.ingest import BACKOFF_S_MAX, BACKOFF_S_MIN, Ingestion, passes
+from shuffle.mapper.ingest import Ingestion, store_backoff
 from shuffle.mapper.mapping import Mapping, create
 from shuffle.mapper.reader import PartitionReader, open_reader
 from shuffle.mapper.serve import MapperServer, SharedCore
@@ -34,6 +34,7 @@ from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
 from shuffle.support import crash_points
 from shuffle.support.exit_codes import report
 from shuffle.support.logs import get_logger, setup_logging
+from shuffle.support.retry import passes_by_itself, patiently
 from shuffle.support.vital_threads import start_vital
 from shuffle.user_code.poison import DEAD_LETTER_SCHEMA
 
@@ -92,37 +93,27 @@ def _signals(stop: threading.Event) -> Iterator[None]:
 
 def _open_state(spec: ProcessorSpec, stop: threading.Event) -> StateClient | None:
     """A client whose store answers; None if ``stop`` came first."""
-    backoff_s = BACKOFF_S_MIN
-    while not stop.is_set():
-        client: StateClient | None = None
+
+    def answering() -> StateClient:
+        client = spec.open_state()
         try:
-            client = spec.open_state()
             client.tables()
-            return client
-        except ShuffleError as error:
-            if client is not None:
-                client.close()
-            if not passes(error):
-                raise
-            _log.warning("waiting for the state store", state=spec.state, error=error)
-            stop.wait(backoff_s)
-            backoff_s = min(backoff_s * 2, BACKOFF_S_MAX)
-    return None
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    client: StateClient | None = _patiently(stop, answering, state=spec.state)
+    return client
 
 
-def _patiently(stop: threading.Event, what: Callable[[], Any]) -> Any:
+def _patiently(stop: threading.Event, what: Callable[[], Any], **fields: str) -> Any:
     """``what()``, again and again while the store is away; None if ``stop`` came first."""
-    backoff_s = BACKOFF_S_MIN
-    while not stop.is_set():
-        try:
-            return what()
-        except ShuffleError as error:
-            if not passes(error):
-                raise
-            _log.warning("waiting for the state store", error=error)
-            stop.wait(backoff_s)
-            backoff_s = min(backoff_s * 2, BACKOFF_S_MAX)
-    return None
+
+    def say(error: ShuffleError, wait_s: float) -> None:
+        _log.warning("waiting for the state store", error=error, **fields)
+
+    return patiently(what, store_backoff(), stop, say)
 
 
 def _run(
@@ -296,7 +287,7 @@ class _Daemon:
             except FalseClaim as error:
                 self._false_claim(error)
             except Exception as error:
-                if not passes(error):
+                if not passes_by_itself(error):
                     _log.error("the input cannot be trimmed", error=error)
                     if not isinstance(error, ShuffleError):
                         raise

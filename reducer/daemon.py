@@ -22,15 +22,11 @@ from shuffle.errors import (
     BadInput,
     CommitConflict,
     CommitUnknown,
-    CorruptData,
     Expired,
-    FormatTooNew,
     ShuffleError,
     SpecError,
     SplitBrain,
     StoreError,
-    StoreLocked,
-    StoreNotWritable,
     StoreUnavailable,
     UserCodeError,
 )
@@ -48,7 +44,7 @@ from shuffle.statestore import StateClient
 from shuffle.support import crash_points
 from shuffle.support.exit_codes import report
 from shuffle.support.logs import get_logger
-from shuffle.support.retry import Backoff
+from shuffle.support.retry import LASTING, Backoff, passes_by_itself, patiently
 from shuffle.support.vital_threads import start_vital
 from shuffle.user_code.poison import is_transient, place_of, reason_of
 
@@ -57,9 +53,6 @@ CONFLICTS_MAX = 50
 
 STOP_S_MAX = 10.0
 """For the reduce and the commit that are under way when the reducer is told to stop; then it leaves without them."""
-
-LASTING = (MemoryError, CorruptData, FormatTooNew, StoreNotWritable, StoreLocked)
-"""Not the fault of any row, but nothing that waiting would mend either: the worker ends with it."""
 
 WINDOWS_WAITING = 4
 """Of a reducer's share of all windows, the part that it may let add up: a quarter."""
@@ -97,19 +90,11 @@ def _checked(spec: ProcessorSpec, client: StateClient) -> int:
 
 def _patiently(ask: Callable[[], T], whom: str, backoff: Backoff, stop: threading.Event) -> T | None:
     """Ask until there is an answer, or None when stopped: a store that is being restarted is no reason to die."""
-    while not stop.is_set():
-        try:
-            answer = ask()
-        except ShuffleError as error:
-            if isinstance(error, LASTING) or not is_transient(error):
-                raise
-            wait_s = backoff.next_s()
-            _log.warning(f"waiting for {whom}", error=error, wait_s=round(wait_s, 3))
-            stop.wait(wait_s)
-        else:
-            backoff.reset()
-            return answer
-    return None
+
+    def say(error: ShuffleError, wait_s: float) -> None:
+        _log.warning(f"waiting for {whom}", error=error, wait_s=round(wait_s, 3))
+
+    return patiently(ask, backoff, stop, say)
 
 
 class ReducerDaemon:
@@ -253,7 +238,7 @@ class ReducerDaemon:
                 reduced = stage.reduce(work)
                 crash_points.reach("reducer.after_reduce")
             except Exception as error:
-                if isinstance(error, LASTING) or not is_transient(error):
+                if not passes_by_itself(error):
                     raise
                 wait_s = backoff.next_s()
                 _log.warning("reduce could not use the store, trying again", error=error, wait_s=round(wait_s, 3))

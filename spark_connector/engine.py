@@ -36,6 +36,7 @@ from shuffle.run.supervisor import Supervisor
 from shuffle.spec.config import ProcessorSpec, check_against_store
 from shuffle.statestore import StateClient
 from shuffle.support.logs import setup_logging
+from shuffle.support.retry import doubled_s
 
 SLOTS_WAIT_S = 60.0
 """How long the executors may take to come up."""
@@ -221,7 +222,7 @@ def run_worker(spec: ProcessorSpec, mapper_count: int, log_level: str, index: in
     context: Any = TaskContext.get()
     attempt = context.attemptNumber() if context is not None else 0
     if attempt:
-        time.sleep(min(RESTART_S_MIN * 2 ** min(attempt, 10), RESTART_S_MAX))
+        time.sleep(doubled_s(RESTART_S_MIN, RESTART_S_MAX, attempt))
     if index < mapper_count:
         from shuffle.mapper.daemon import run as run_mapper
 

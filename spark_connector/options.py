@@ -14,6 +14,7 @@ from typing import Literal
 
 from shuffle.errors import BadInput
 from shuffle.support.suggest import did_you_mean, nearest
+from shuffle.support.units import parse_duration_ms, parse_size
 
 Role = Literal["read stream", "write stream", "read", "write"]
 
@@ -76,11 +77,6 @@ MEANINGS: dict[str, str] = {
 
 _SPARKS_OWN = frozenset({"path", "checkpointlocation", "queryname", "triggerinterval", "outputmode"})
 """Put among the options by Spark itself."""
-
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|h)?")
-_SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
-_SIZE = re.compile(r"(\d+)\s*(B|KiB|MiB|GiB)?")
-_BYTES = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)")
 _HOST_PORT = re.compile(r"[A-Za-z0-9.-]+:\d+")
@@ -147,19 +143,22 @@ class Options:
         value = self.text(name)
         if value is None:
             return None
-        match = _SIZE.fullmatch(value)
-        if match is None or not int(match[1]):
-            raise BadInput(f"the option {name!r} is a size like 64MiB, not {value!r}", option=name)
-        return int(match[1]) * _BYTES[match[2] or "B"]
+        try:
+            nbytes = parse_size(value)
+        except ValueError as error:
+            raise BadInput(f"the option {name!r} is a size like 64MiB: {error}", option=name) from None
+        if not nbytes:
+            raise BadInput(f"the option {name!r} is a size of at least one byte, not {value!r}", option=name)
+        return nbytes
 
     def seconds(self, name: str, default: float) -> float:
         value = self.text(name)
         if value is None:
             return default
-        match = _DURATION.fullmatch(value)
-        if match is None:
-            raise BadInput(f"the option {name!r} is a time like 30s or 5min, not {value!r}", option=name)
-        return float(match[1]) * _SECONDS[match[2] or "s"]
+        try:
+            return parse_duration_ms(value) / 1000
+        except ValueError as error:
+            raise BadInput(f"the option {name!r} is a time like 30s or 5min: {error}", option=name) from None
 
     def names(self, name: str) -> list[str]:
         """A list of columns, separated by commas."""

@@ -14,7 +14,6 @@ from shuffle.errors import SpecError
 from shuffle.limits import MIB
 from shuffle.run.preflight import code_digest, has_progress, nothing_ahead
 from shuffle.spec.config import ProcessorSpec, SpillSpec, check_against_store, load_class, load_spec
-from shuffle.spec.spec_file import parse_duration_ms, parse_size
 from shuffle.statestore import StateClient
 
 JOB = """
@@ -202,24 +201,9 @@ def test_spec_that_is_missing_or_empty(tmp_path: Path) -> None:
         load_spec(tmp_path / "jobs.yaml")
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"), [("10", 10), ("1KiB", 1024), ("2 MB", 2_000_000), ("1.5GiB", 3 * 2**29), ("64kib", 65536)]
-)
-def test_sizes(text: str, nbytes: int) -> None:
-    assert parse_size(text) == nbytes
-
-
-@pytest.mark.parametrize(("text", "ms"), [("10", 10), ("500ms", 500), ("5s", 5_000), ("1.5s", 1_500), ("2m", 120_000)])
-def test_durations(text: str, ms: int) -> None:
-    assert parse_duration_ms(text) == ms
-
-
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 parsec", "1e3", "nan"])
-def test_sizes_and_durations_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError):
-        parse_size(text)
-    with pytest.raises(ValueError):
-        parse_duration_ms(text)
+def test_plain_number_is_a_duration_only_where_the_key_says_its_unit(tmp_path: Path) -> None:
+    text = SPEC.replace("memory: 64MiB", "trim_period: 500")
+    assert mistakes_of(tmp_path, text) == ["4: mapper.trim_period: '500' has no unit of time: write 500s or 500ms"]
 
 
 # Against a store -----------------------------------------------------------------------------------------------------

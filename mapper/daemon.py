@@ -8,11 +8,11 @@ says why. Everything is closed in the opposite order of its beginning, so that t
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from shuffle.mapper.trim import Trimmer
 from shuffle.metrics import MapperMetrics, serve_metrics
 from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
 from shuffle.support import crash_points
+from shuffle.support.endpoint import advertised
 from shuffle.support.exit_codes import report
 from shuffle.support.logs import get_logger, setup_logging
 from shuffle.support.retry import passes_by_itself, patiently
@@ -55,15 +56,19 @@ def run(
     index: int,
     *,
     listen: str | None = None,
+    advertise: str | None = None,
     stop: threading.Event | None = None,
     on_ready: Callable[[str], None] = lambda address: None,
 ) -> int:
     """Run mapper ``index`` of ``spec`` until ``stop`` is set or a signal asks for it; the exit code.
 
-    ``on_ready`` is called with the address once the mapper serves.
+    ``listen`` and ``advertise`` come before what the spec says. ``on_ready`` is called with the address once the mapper
+    serves.
     """
     setup_logging("mapper", spec.processor, index)
     stop = stop or threading.Event()
+    if advertise is not None:
+        spec = replace(spec, mapper=replace(spec.mapper, advertise=advertise))
     try:
         with _signals(stop), ExitStack() as closing:
             client = _open_state(spec, stop)
@@ -200,7 +205,7 @@ class _Daemon:
             closing.callback(self._reader.close)
             server = MapperServer(self._shared, listen, status=self._status, on_served=self._served)
             closing.callback(server.close, CLOSE_S)
-            address = advertised(server.address)
+            address = str(advertised(server.endpoint, self._spec.mapper.advertise))
             attributes = {"index": str(self._worker.index), "address": address}
             if self._metrics_port is not None:
                 server_of_metrics = serve_metrics(self._metrics.registry, self._fail, port=self._metrics_port)
@@ -336,11 +341,3 @@ class _Daemon:
 
     def _status(self) -> dict[str, Any]:
         return {**self._shared.status(), "read_lag_rows": self._lag_rows}
-
-
-def advertised(address: str) -> str:
-    """An address that others can reach: not the one that stands for all of this machine's."""
-    for everywhere in ("grpc://0.0.0.0:", "grpc://[::]:"):
-        if address.startswith(everywhere):
-            return f"grpc://{socket.gethostname()}:{address.removeprefix(everywhere)}"
-    return address

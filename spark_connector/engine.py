@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -35,6 +34,7 @@ from shuffle.run.determinism import check_map
 from shuffle.run.supervisor import Supervisor
 from shuffle.spec.config import ProcessorSpec, check_against_store
 from shuffle.statestore import StateClient
+from shuffle.support.endpoint import Endpoint, bracketed, host_towards
 from shuffle.support.logs import setup_logging
 from shuffle.support.retry import doubled_s
 
@@ -227,7 +227,9 @@ def run_worker(spec: ProcessorSpec, mapper_count: int, log_level: str, index: in
         from shuffle.mapper.daemon import run as run_mapper
 
         name = f"mapper {index}"
-        code = run_mapper(spec, index, listen=f"{own_host(spec.state)}:0")
+        # On the network on which the store is reached: other tasks reach it there as well.
+        here = Endpoint(host_towards(Endpoint.parse(spec.state)), 0)
+        code = run_mapper(spec, index, listen=here.target, advertise=bracketed(here.host))
     else:
         from shuffle.reducer.daemon import run as run_reducer
 
@@ -235,12 +237,3 @@ def run_worker(spec: ProcessorSpec, mapper_count: int, log_level: str, index: in
         setup_logging("reducer", spec.processor, index - mapper_count)
         code = run_reducer(spec, index - mapper_count)
     raise ShuffleError(f"{name} ended with exit code {code}: its error is in the log of the executor")
-
-
-def own_host(state: str) -> str:
-    """The address of this machine as those see it who can reach the store."""
-    host, _, port = state.removeprefix("grpc://").rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: connecting a datagram socket only picks the way.
-        probe.connect((host, int(port)))
-        return str(probe.getsockname()[0])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from shuffle.errors import BadInput
+from shuffle.support.endpoint import HOST_PORT, SCHEME
 from shuffle.support.suggest import did_you_mean, nearest
 from shuffle.support.units import parse_duration_ms, parse_size
 
@@ -79,7 +80,6 @@ _SPARKS_OWN = frozenset({"path", "checkpointlocation", "queryname", "triggerinte
 """Put among the options by Spark itself."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)")
-_HOST_PORT = re.compile(r"[A-Za-z0-9.-]+:\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +169,10 @@ def state_of(options: Options) -> str:
     """Where the state store is: an address, or a folder."""
     state = options.required("state", "where the state store is: grpc://host:port, or a folder that a daemon serves")
     match = _SCHEME.fullmatch(state)
-    if match is not None and match[1] != "grpc":
-        meant = f"grpc://{match[2].strip('/')}"
-    elif match is None and _HOST_PORT.fullmatch(state) and not Path(state).exists():
-        meant = f"grpc://{state}"
+    if match is not None and match[1] != SCHEME:
+        meant = f"{SCHEME}://{match[2].strip('/')}"
+    elif match is None and HOST_PORT.fullmatch(state) and not Path(state).exists():
+        meant = f"{SCHEME}://{state}"
     else:
         return state
     raise BadInput(

@@ -18,6 +18,7 @@ from shuffle.errors import CommitConflict, CommitUnknown, StoreUnavailable
 from shuffle.spark_connector.waiting import Waiting
 from shuffle.statestore import StateClient
 from shuffle.statestore.local.store_folder import served_at
+from shuffle.support.endpoint import has_scheme
 from shuffle.support.retry import Backoff
 
 RETRY_MS = 50
@@ -96,7 +97,7 @@ class StoreHandle:
         return client
 
     def _address(self) -> str:
-        if self.state.startswith("grpc://"):
+        if has_scheme(self.state):
             return self.state
         address = served_at(self._folder)
         if address is None:

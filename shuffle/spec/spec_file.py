@@ -15,12 +15,12 @@ from shuffle.errors import SpecError
 from shuffle.limits import NAME_BYTES_MAX
 from shuffle.spec.config import RANGES, InputSpec, MapperSpec, ProcessorSpec, ReducerSpec, SpillSpec, relation_mistakes
 from shuffle.spec.yaml_file import Node, compose_file, in_one_line
+from shuffle.support.endpoint import HOST_MAYBE_PORT, HOST_PORT, is_endpoint
 from shuffle.support.suggest import did_you_mean
 from shuffle.support.units import NUMBER_CHARS_MAX, TEXT_SHOWN_MAX, parse_duration_ms, parse_size, quoted
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _CLASS_NAME = re.compile(r"[A-Za-z_][\w]*(\.[A-Za-z_][\w]*)*:[A-Za-z_][\w]*(\.[A-Za-z_][\w]*)*")
-_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})")
 
 Reader = Callable[["_File", str, Node], Any]
 """Reads one value; returns None after noting a mistake."""
@@ -161,15 +161,10 @@ def _state(file: _File, place: str, node: Node) -> str | None:
     text = _scalar(file, place, node)
     if text is None or "://" not in text:
         return None if text is None else _folder(file, place, node)
-    if is_store_address(text):
+    if is_endpoint(text):
         return text
     file.note(place, node, f"{quoted(text)} is neither a folder nor grpc://host:port")
     return None
-
-
-def is_store_address(text: str) -> bool:
-    scheme, _, address = text.partition("://")
-    return scheme == "grpc" and _ADDRESS.fullmatch(address) is not None
 
 
 _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -255,7 +250,8 @@ _MAPPER: dict[str, Reader] = {
     "split_brain_delay_ms": _DURATION,
     "on_error": _choice("stop", "dead_letter"),
     "dead_letter_queue": _queue_name,
-    "listen": _pattern(_ADDRESS, "an address: write it as host:port, port 0 for any free one"),
+    "listen": _pattern(HOST_PORT, "an address: write it as host:port, port 0 for any free one"),
+    "advertise": _pattern(HOST_MAYBE_PORT, "a host: write it as host or host:port, as others reach it"),
 }
 _REDUCER: dict[str, Reader] = {
     "class_name": _CLASS,

@@ -16,17 +16,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     share_freed()
     keep_small()
 
-    from shuffle.cli import report
     from shuffle.errors import ShuffleError
     from shuffle.mapper.daemon import run
     from shuffle.spec.config import load_spec
+    from shuffle.support.exit_codes import report
 
     try:
         spec = load_spec(options.spec)
     except ShuffleError as error:
         return report(error)
     keep_freed(min(SPARE_BYTES_MAX, spec.mapper.memory_bytes // 2))
-    return run(spec, options.index, listen=options.listen)
+    return run(spec, options.index, listen=options.listen, advertise=options.advertise)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,6 +34,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("spec", metavar="SPEC", help="the YAML file that describes the processor")
     parser.add_argument("--index", type=int, required=True, help="which mapper: the partition of the input, from 0")
     parser.add_argument("--listen", metavar="HOST:PORT", help="where to serve reducers (default: as the spec says)")
+    parser.add_argument(
+        "--advertise",
+        metavar="HOST[:PORT]",
+        help="where reducers reach this mapper, if that is not where it listens (default: as the spec says)",
+    )
     return parser
 
 

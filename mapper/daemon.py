@@ -8,11 +8,11 @@ says why. Everything is closed in the opposite order of its beginning, so that t
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from shuffle.durable.tables import mappers_group
 from shuffle.errors import FalseClaim, ShuffleError, SpecError, SplitBrain, TableExists, UserCodeError
 from shuffle.ids import MapperIndex, ReducerIndex, new_guid
 from shuffle.mapper.core import MapperCore
-from shuffle.mapper.ingest import BACKOFF_S_MAX, BACKOFF_S_MIN, Ingestion, passes
+from shuffle.mapper.ingest import Ingestion, store_backoff
 from shuffle.mapper.mapping import Mapping, create
 from shuffle.mapper.reader import PartitionReader, open_reader
 from shuffle.mapper.serve import MapperServer, SharedCore
@@ -33,7 +33,10 @@ from shuffle.mapper.trim import Trimmer
 from shuffle.metrics import MapperMetrics, serve_metrics
 from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
 from shuffle.support import crash_points
+from shuffle.support.endpoint import advertised
+from shuffle.support.exit_codes import report
 from shuffle.support.logs import get_logger, setup_logging
+from shuffle.support.retry import passes_by_itself, patiently
 from shuffle.support.vital_threads import start_vital
 from shuffle.user_code.poison import DEAD_LETTER_SCHEMA
 
@@ -54,17 +57,19 @@ def run(
     index: int,
     *,
     listen: str | None = None,
+    advertise: str | None = None,
     stop: threading.Event | None = None,
     on_ready: Callable[[str], None] = lambda address: None,
 ) -> int:
     """Run mapper ``index`` of ``spec`` until ``stop`` is set or a signal asks for it; the exit code.
 
-    ``on_ready`` is called with the address once the mapper serves.
+    ``listen`` and ``advertise`` come before what the spec says. ``on_ready`` is called with the address once the mapper
+    serves.
     """
-    from shuffle.cli import report
-
     setup_logging("mapper", spec.processor, index)
     stop = stop or threading.Event()
+    if advertise is not None:
+        spec = replace(spec, mapper=replace(spec.mapper, advertise=advertise))
     try:
         with _signals(stop), ExitStack() as closing:
             client = _open_state(spec, stop)
@@ -94,37 +99,27 @@ def _signals(stop: threading.Event) -> Iterator[None]:
 
 def _open_state(spec: ProcessorSpec, stop: threading.Event) -> StateClient | None:
     """A client whose store answers; None if ``stop`` came first."""
-    backoff_s = BACKOFF_S_MIN
-    while not stop.is_set():
-        client: StateClient | None = None
+
+    def answering() -> StateClient:
+        client = spec.open_state()
         try:
-            client = spec.open_state()
             client.tables()
-            return client
-        except ShuffleError as error:
-            if client is not None:
-                client.close()
-            if not passes(error):
-                raise
-            _log.warning("waiting for the state store", state=spec.state, error=error)
-            stop.wait(backoff_s)
-            backoff_s = min(backoff_s * 2, BACKOFF_S_MAX)
-    return None
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    client: StateClient | None = _patiently(stop, answering, state=spec.state)
+    return client
 
 
-def _patiently(stop: threading.Event, what: Callable[[], Any]) -> Any:
+def _patiently(stop: threading.Event, what: Callable[[], Any], **fields: str) -> Any:
     """``what()``, again and again while the store is away; None if ``stop`` came first."""
-    backoff_s = BACKOFF_S_MIN
-    while not stop.is_set():
-        try:
-            return what()
-        except ShuffleError as error:
-            if not passes(error):
-                raise
-            _log.warning("waiting for the state store", error=error)
-            stop.wait(backoff_s)
-            backoff_s = min(backoff_s * 2, BACKOFF_S_MAX)
-    return None
+
+    def say(error: ShuffleError, wait_s: float) -> None:
+        _log.warning("waiting for the state store", error=error, **fields)
+
+    return patiently(what, store_backoff(), stop, say)
 
 
 def _run(
@@ -211,7 +206,7 @@ class _Daemon:
             closing.callback(self._reader.close)
             server = MapperServer(self._shared, listen, status=self._status, on_served=self._served)
             closing.callback(server.close, CLOSE_S)
-            address = advertised(server.address)
+            address = str(advertised(server.endpoint, self._spec.mapper.advertise))
             attributes = {"index": str(self._worker.index), "address": address}
             if self._metrics_port is not None:
                 server_of_metrics = serve_metrics(self._metrics.registry, self._fail, port=self._metrics_port)
@@ -298,7 +293,7 @@ class _Daemon:
             except FalseClaim as error:
                 self._false_claim(error)
             except Exception as error:
-                if not passes(error):
+                if not passes_by_itself(error):
                     _log.error("the input cannot be trimmed", error=error)
                     if not isinstance(error, ShuffleError):
                         raise
@@ -347,11 +342,3 @@ class _Daemon:
 
     def _status(self) -> dict[str, Any]:
         return {**self._shared.status(), "read_lag_rows": self._lag_rows}
-
-
-def advertised(address: str) -> str:
-    """An address that others can reach: not the one that stands for all of this machine's."""
-    for everywhere in ("grpc://0.0.0.0:", "grpc://[::]:"):
-        if address.startswith(everywhere):
-            return f"grpc://{socket.gethostname()}:{address.removeprefix(everywhere)}"
-    return address

@@ -18,13 +18,9 @@ from shuffle.durable.tables import mappers_table
 from shuffle.errors import (
     CommitConflict,
     CommitUnknown,
-    CorruptData,
     FalseClaim,
-    FormatTooNew,
     OutOfRange,
     SplitBrain,
-    StoreLocked,
-    StoreNotWritable,
     UserCodeError,
 )
 from shuffle.ids import InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
@@ -36,7 +32,7 @@ from shuffle.metrics import MapperMetrics
 from shuffle.spec.config import ProcessorSpec
 from shuffle.support import crash_points
 from shuffle.support.logs import get_logger
-from shuffle.user_code.poison import is_transient
+from shuffle.support.retry import Backoff, passes_by_itself
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient
@@ -51,8 +47,8 @@ made again, and a mapper that goes on at once would pay for that with each batch
 PIN_ATTEMPTS_MAX = 10
 """Of writing the first state. Only other instances that start at the same moment can make one fail."""
 
-BACKOFF_S_MIN = 0.05
-BACKOFF_S_MAX = 2.0
+BACKOFF_MS = 50
+BACKOFF_MS_MAX = 2_000
 """Between tries while the store cannot be used: soon enough for a restart of it to go unnoticed."""
 
 _log = get_logger(__name__)
@@ -223,7 +219,7 @@ class Ingestion:
     def run(self, stop: threading.Event) -> None:
         """Ingests until ``stop`` is set. Raises what does not pass by itself."""
         delay_s = self._spec.mapper.split_brain_delay_ms / 1000
-        backoff_s = BACKOFF_S_MIN
+        backoff = store_backoff()
         fresh = True
         while not stop.is_set():
             try:
@@ -231,7 +227,7 @@ class Ingestion:
                     self.restart()
                     fresh = False
                 self.step()
-                backoff_s = BACKOFF_S_MIN
+                backoff.reset()
             except SplitBrain as error:
                 _log.warning(
                     "this instance is a zombie, or has a twin: dropping the window and starting again from the "
@@ -249,14 +245,13 @@ class Ingestion:
                 _log.warning("dropping the window and starting again from the persisted state", reason=error.message)
                 fresh = True
             except Exception as error:
-                if not passes(error):
+                if not passes_by_itself(error):
                     raise
-                _log.warning("ingestion interrupted, trying again", error=error, in_s=backoff_s)
-                stop.wait(backoff_s)
-                backoff_s = min(backoff_s * 2, BACKOFF_S_MAX)
+                wait_s = backoff.next_s()
+                _log.warning("ingestion interrupted, trying again", error=error, in_s=wait_s)
+                stop.wait(wait_s)
 
 
-def passes(error: BaseException) -> bool:
-    """Whether the store's trouble will be over by itself."""
-    stays = (CorruptData, FormatTooNew, StoreLocked, StoreNotWritable, MemoryError)
-    return is_transient(error) and not isinstance(error, stays)
+def store_backoff() -> Backoff:
+    """The waits of a mapper while the store cannot be used."""
+    return Backoff(BACKOFF_MS, BACKOFF_MS_MAX, jitter=0.0)

@@ -25,6 +25,7 @@ from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.spill.spill import Spill, SpillHead, SpillRead
 from shuffle.messages import METADATA_FIELDS, NO_ROWS, ROWS_EXCHANGE, STREAM_OVER, BatchTail, GetRows, SharedRows
 from shuffle.support import crash_points, flight
+from shuffle.support.endpoint import Endpoint
 from shuffle.support.shared_memory import BYTES_MIN, Outbox, machine
 from shuffle.support.slots import Places
 
@@ -303,7 +304,8 @@ class MapperServer(flight.FlightServerBase):
         status: Callable[[], dict[str, Any]] | None = None,
         on_served: Callable[[int, int], None] = lambda rows, nbytes: None,
     ) -> None:
-        super().__init__(flight.location(listen))
+        listening = Endpoint.parse_listen(listen)
+        super().__init__(flight.location(listening.target))
         self._shared = shared
         reducers = shared.reducer_count
         self._outbox_bytes = min(SHARED_BYTES_MAX, shared.core.memory_bytes_max // SHARED_OF_WINDOW) // reducers
@@ -311,8 +313,9 @@ class MapperServer(flight.FlightServerBase):
         self._status = status or shared.status
         self._on_served = on_served
         self._places = Places("exchanges", max(EXCHANGES_MIN, EXCHANGES_PER_REDUCER_MAX * reducers))
-        host = listen.rpartition(":")[0].rpartition("//")[2] or "127.0.0.1"
-        self.address = f"grpc://{host}:{self.port}"
+        self.endpoint = replace(listening, port=self.port)
+        """Where it listens, with its real port."""
+        self.address = str(self.endpoint)
 
     def do_get(self, context: Any, ticket: Any) -> Any:
         with self._places.taken():

@@ -19,10 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keep_freed(SPARE_BYTES)
     keep_small()
 
-    from shuffle.cli import report
     from shuffle.errors import ShuffleError
     from shuffle.reducer.daemon import run
     from shuffle.spec.config import load_spec
+    from shuffle.support.exit_codes import report
     from shuffle.support.logs import setup_logging
 
     try:

@@ -23,15 +23,11 @@ from shuffle.errors import (
     BadInput,
     CommitConflict,
     CommitUnknown,
-    CorruptData,
     Expired,
-    FormatTooNew,
     ShuffleError,
     SpecError,
     SplitBrain,
     StoreError,
-    StoreLocked,
-    StoreNotWritable,
     StoreUnavailable,
     UserCodeError,
 )
@@ -47,8 +43,9 @@ from shuffle.reducer.shared_core import Pipeline
 from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
 from shuffle.statestore import StateClient
 from shuffle.support import crash_points
+from shuffle.support.exit_codes import report
 from shuffle.support.logs import get_logger
-from shuffle.support.retry import Backoff
+from shuffle.support.retry import LASTING, Backoff, passes_by_itself, patiently
 from shuffle.support.vital_threads import start_vital
 from shuffle.user_code.poison import is_transient, place_of, reason_of
 
@@ -57,9 +54,6 @@ CONFLICTS_MAX = 50
 
 STOP_S_MAX = 10.0
 """For the reduce and the commit that are under way when the reducer is told to stop; then it leaves without them."""
-
-LASTING = (MemoryError, CorruptData, FormatTooNew, StoreNotWritable, StoreLocked)
-"""Not the fault of any row, but nothing that waiting would mend either: the worker ends with it."""
 
 WINDOWS_WAITING = 4
 """Of a reducer's share of all windows, the part that it may let add up: a quarter."""
@@ -73,8 +67,6 @@ _log = get_logger(__name__)
 
 def run(spec: ProcessorSpec, index: int, *, stop: threading.Event | None = None) -> int:
     """Run one reducer until ``stop`` is set or user code fails. The exit code; errors are told on stderr."""
-    from shuffle.cli import report
-
     stop = stop or threading.Event()
     backoff = Backoff(spec.reducer.backoff_ms, spec.reducer.backoff_ms_max)
     try:
@@ -99,19 +91,11 @@ def _checked(spec: ProcessorSpec, client: StateClient) -> int:
 
 def _patiently(ask: Callable[[], T], whom: str, backoff: Backoff, stop: threading.Event) -> T | None:
     """Ask until there is an answer, or None when stopped: a store that is being restarted is no reason to die."""
-    while not stop.is_set():
-        try:
-            answer = ask()
-        except ShuffleError as error:
-            if isinstance(error, LASTING) or not is_transient(error):
-                raise
-            wait_s = backoff.next_s()
-            _log.warning(f"waiting for {whom}", error=error, wait_s=round(wait_s, 3))
-            stop.wait(wait_s)
-        else:
-            backoff.reset()
-            return answer
-    return None
+
+    def say(error: ShuffleError, wait_s: float) -> None:
+        _log.warning(f"waiting for {whom}", error=error, wait_s=round(wait_s, 3))
+
+    return patiently(ask, backoff, stop, say)
 
 
 class ReducerDaemon:
@@ -255,7 +239,7 @@ class ReducerDaemon:
                 reduced = stage.reduce(work)
                 crash_points.reach("reducer.after_reduce")
             except Exception as error:
-                if isinstance(error, LASTING) or not is_transient(error):
+                if not passes_by_itself(error):
                     raise
                 wait_s = backoff.next_s()
                 _log.warning("reduce could not use the store, trying again", error=error, wait_s=round(wait_s, 3))

@@ -15,21 +15,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeAlias
 
+from shuffle.errors import ShuffleError
+from shuffle.support.exit_codes import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_SPEC, report
 from shuffle.support.process_memory import keep_small
 
 if TYPE_CHECKING:
     from shuffle.run.controller import RunOptions
-
-EXIT_FAILED = 1
-"""It failed; the line after ``error:`` on stderr says why."""
-EXIT_SPEC = 2
-"""The spec, the arguments or other input were wrong: nothing was changed, and trying again will not help."""
-EXIT_USER_CODE = 3
-"""An exception in the user's map or reduce."""
-EXIT_INTERRUPTED = 130
-"""Ctrl-C ended it."""
-EXIT_BROKEN_PIPE = 141
-"""Whoever read the output has left, as ``| head`` does."""
 
 DELEGATES = {
     "mapper": ("shuffle.mapper.__main__", "run one mapper of a processor"),
@@ -65,22 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read our output has left. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
-    except Exception as error:
-        from shuffle.errors import ShuffleError
-
-        if not isinstance(error, ShuffleError):
-            raise
+    except ShuffleError as error:
         return report(error)
-
-
-def report(error: Exception) -> int:
-    """Says what went wrong; the exit code for it. Workers end in the same way."""
-    from shuffle.errors import BadInput, SpecError, UserCodeError
-
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    if isinstance(error, UserCodeError):
-        return EXIT_USER_CODE
-    return EXIT_SPEC if isinstance(error, SpecError | BadInput) else EXIT_FAILED
 
 
 def _dispatch(given: list[str], is_program: bool) -> int:

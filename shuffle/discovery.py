@@ -18,13 +18,14 @@ from shuffle.durable.tables import mappers_group
 from shuffle.errors import Expired, ShuffleError
 from shuffle.ids import Guid, MapperIndex
 from shuffle.support.logs import get_logger
+from shuffle.support.retry import Backoff
 from shuffle.support.vital_threads import OnDeath, start_vital
 
 if TYPE_CHECKING:
     from shuffle.statestore import Lease, Member, StateClient
 
-RETRY_S_MIN = 0.1
-RETRY_S_MAX = 2.0
+RETRY_MS = 100
+RETRY_MS_MAX = 2_000
 WATCH_WAIT_MS = 1_000
 """One long poll of the watcher; also how long ``close`` may have to wait for it."""
 
@@ -95,7 +96,7 @@ class Membership:
     def _run(self) -> None:
         wait_s = self._ttl_ms / 3000
         while not self._stopping.wait(wait_s):
-            wait_s = self._ttl_ms / 3000 if self._step() else min(self._ttl_ms / 3000, RETRY_S_MAX)
+            wait_s = self._ttl_ms / 3000 if self._step() else min(self._ttl_ms / 3000, RETRY_MS_MAX / 1000)
 
     def _step(self) -> bool:
         """Renews, or registers again; whether the store has the worker listed now."""
@@ -193,11 +194,11 @@ class MapperDirectory:
         with self._changed:
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
-            self._thread.join(timeout=2 * self._wait_ms / 1000 + RETRY_S_MAX)
+            self._thread.join(timeout=(2 * self._wait_ms + RETRY_MS_MAX) / 1000)
 
     def _run(self) -> None:
         revision = -1
-        retry_s = RETRY_S_MIN
+        backoff = Backoff(RETRY_MS, RETRY_MS_MAX, jitter=0.0)
         while not self._closing.is_set():
             begun_s, seen = time.monotonic(), revision
             try:
@@ -206,14 +207,13 @@ class MapperDirectory:
                 if not self._closing.is_set():
                     _log.warning("mappers cannot be watched", group=self._group, error=error)
                 revision = -1  # A restarted store counts from its own beginning.
-                self._closing.wait(retry_s)
-                retry_s = min(retry_s * 2, RETRY_S_MAX)
+                self._closing.wait(backoff.next_s())
                 continue
-            retry_s = RETRY_S_MIN
+            backoff.reset()
             self._publish(arrange_mappers(members))
             if revision == seen and time.monotonic() - begun_s < self._wait_ms / 2000:
                 # The store has too many watchers to let this one wait, so it waits here.
-                self._closing.wait(RETRY_S_MIN)
+                self._closing.wait(RETRY_MS / 1000)
 
     def _publish(self, mappers: dict[MapperIndex, list[MapperAddress]]) -> None:
         with self._changed:

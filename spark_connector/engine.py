@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -35,7 +34,9 @@ from shuffle.run.determinism import check_map
 from shuffle.run.supervisor import Supervisor
 from shuffle.spec.config import ProcessorSpec, check_against_store
 from shuffle.statestore import StateClient
+from shuffle.support.endpoint import Endpoint, bracketed, host_towards
 from shuffle.support.logs import setup_logging
+from shuffle.support.retry import doubled_s
 
 SLOTS_WAIT_S = 60.0
 """How long the executors may take to come up."""
@@ -221,12 +222,14 @@ def run_worker(spec: ProcessorSpec, mapper_count: int, log_level: str, index: in
     context: Any = TaskContext.get()
     attempt = context.attemptNumber() if context is not None else 0
     if attempt:
-        time.sleep(min(RESTART_S_MIN * 2 ** min(attempt, 10), RESTART_S_MAX))
+        time.sleep(doubled_s(RESTART_S_MIN, RESTART_S_MAX, attempt))
     if index < mapper_count:
         from shuffle.mapper.daemon import run as run_mapper
 
         name = f"mapper {index}"
-        code = run_mapper(spec, index, listen=f"{own_host(spec.state)}:0")
+        # On the network on which the store is reached: other tasks reach it there as well.
+        here = Endpoint(host_towards(Endpoint.parse(spec.state)), 0)
+        code = run_mapper(spec, index, listen=here.target, advertise=bracketed(here.host))
     else:
         from shuffle.reducer.daemon import run as run_reducer
 
@@ -234,12 +237,3 @@ def run_worker(spec: ProcessorSpec, mapper_count: int, log_level: str, index: in
         setup_logging("reducer", spec.processor, index - mapper_count)
         code = run_reducer(spec, index - mapper_count)
     raise ShuffleError(f"{name} ended with exit code {code}: its error is in the log of the executor")
-
-
-def own_host(state: str) -> str:
-    """The address of this machine as those see it who can reach the store."""
-    host, _, port = state.removeprefix("grpc://").rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: connecting a datagram socket only picks the way.
-        probe.connect((host, int(port)))
-        return str(probe.getsockname()[0])

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from shuffle.errors import BadInput
+from shuffle.support.endpoint import HOST_PORT, SCHEME
+from shuffle.support.suggest import did_you_mean, nearest
+from shuffle.support.units import parse_duration_ms, parse_size
 
 Role = Literal["read stream", "write stream", "read", "write"]
 
@@ -76,13 +79,7 @@ MEANINGS: dict[str, str] = {
 _SPARKS_OWN = frozenset({"path", "checkpointlocation", "queryname", "triggerinterval", "outputmode"})
 """Put among the options by Spark itself."""
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|h)?")
-_SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
-_SIZE = re.compile(r"(\d+)\s*(B|KiB|MiB|GiB)?")
-_BYTES = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
-
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)")
-_HOST_PORT = re.compile(r"[A-Za-z0-9.-]+:\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +128,7 @@ class Options:
         for choice in choices:
             if value.lower() == choice.lower():
                 return choice
-        near = difflib.get_close_matches(value.lower(), choices, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(value.lower(), choices)
         raise BadInput(f"the option {name!r} is one of {', '.join(choices)}, not {value!r}{hint}", option=name)
 
     def number(self, name: str, least: int = 1) -> int | None:
@@ -147,19 +143,22 @@ class Options:
         value = self.text(name)
         if value is None:
             return None
-        match = _SIZE.fullmatch(value)
-        if match is None or not int(match[1]):
-            raise BadInput(f"the option {name!r} is a size like 64MiB, not {value!r}", option=name)
-        return int(match[1]) * _BYTES[match[2] or "B"]
+        try:
+            nbytes = parse_size(value)
+        except ValueError as error:
+            raise BadInput(f"the option {name!r} is a size like 64MiB: {error}", option=name) from None
+        if not nbytes:
+            raise BadInput(f"the option {name!r} is a size of at least one byte, not {value!r}", option=name)
+        return nbytes
 
     def seconds(self, name: str, default: float) -> float:
         value = self.text(name)
         if value is None:
             return default
-        match = _DURATION.fullmatch(value)
-        if match is None:
-            raise BadInput(f"the option {name!r} is a time like 30s or 5min, not {value!r}", option=name)
-        return float(match[1]) * _SECONDS[match[2] or "s"]
+        try:
+            return parse_duration_ms(value) / 1000
+        except ValueError as error:
+            raise BadInput(f"the option {name!r} is a time like 30s or 5min: {error}", option=name) from None
 
     def names(self, name: str) -> list[str]:
         """A list of columns, separated by commas."""
@@ -170,10 +169,10 @@ def state_of(options: Options) -> str:
     """Where the state store is: an address, or a folder."""
     state = options.required("state", "where the state store is: grpc://host:port, or a folder that a daemon serves")
     match = _SCHEME.fullmatch(state)
-    if match is not None and match[1] != "grpc":
-        meant = f"grpc://{match[2].strip('/')}"
-    elif match is None and _HOST_PORT.fullmatch(state) and not Path(state).exists():
-        meant = f"grpc://{state}"
+    if match is not None and match[1] != SCHEME:
+        meant = f"{SCHEME}://{match[2].strip('/')}"
+    elif match is None and HOST_PORT.fullmatch(state) and not Path(state).exists():
+        meant = f"{SCHEME}://{state}"
     else:
         return state
     raise BadInput(
@@ -194,9 +193,9 @@ def likely_role(given: Collection[str]) -> Role:
 
 
 def _unknown(name: str, role: Role, known: Mapping[str, str]) -> str:
-    near = difflib.get_close_matches(name, known, 1, cutoff=0.6)
+    near = nearest(name, known)
     if near:
-        return f"there is no option {name!r} to {role}; did you mean {known[near[0]]!r}?"
+        return f"there is no option {name!r} to {role}; did you mean {known[near]!r}?"
     elsewhere = [other for other, names in OPTIONS.items() if name in {n.lower() for n in names}]
     if elsewhere:
         return f"the option {name!r} is not for this: it is known to {' and '.join(elsewhere)}"

@@ -38,7 +38,7 @@ from shuffle.jobs.library import check_config
 from shuffle.mapper.spill.store import done_row_indexes
 from shuffle.reducer.commit import Committer
 from shuffle.reducer.core import ReducerCore, Settled, Work
-from shuffle.reducer.daemon import CONFLICTS_MAX, LASTING, limits_of
+from shuffle.reducer.daemon import CONFLICTS_MAX, limits_of
 from shuffle.reducer.reduce import ReduceStage
 from shuffle.spark_connector.options import Options
 from shuffle.spark_connector.schemas import arrow_schema, as_schema, spark_schema
@@ -48,6 +48,7 @@ from shuffle.spark_connector.source.query_lease import begin_task
 from shuffle.spark_connector.source.reader import DriverSide, ReducerPart, StreamReaderBase, source_processor
 from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
 from shuffle.statestore import StateClient
+from shuffle.support.retry import LASTING
 from shuffle.user_code.poison import is_transient, place_of, reason_of
 
 SUMMARY_SCHEMA = pa.schema(

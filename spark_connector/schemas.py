@@ -6,8 +6,6 @@ Timestamps with a time zone are instants (Spark's ``TimestampType``, kept in UTC
 
 from __future__ import annotations
 
-import difflib
-
 import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.sql.pandas.types import from_arrow_type, to_arrow_type
@@ -15,6 +13,7 @@ from pyspark.sql.types import StructField, StructType
 
 from shuffle.errors import SchemaMismatch
 from shuffle.statestore.codec.column_types import widens
+from shuffle.support.suggest import nearest
 
 
 def arrow_schema(schema: StructType, what: str = "the DataFrame") -> pa.Schema:
@@ -52,8 +51,8 @@ def check_fits(given: pa.Schema, declared: pa.Schema, what: str) -> None:
     """Raises ``SchemaMismatch``, naming the column, unless rows of ``given`` can become rows of ``declared``."""
     for field in declared:
         if field.name not in given.names:
-            near = difflib.get_close_matches(field.name, [n for n in given.names if n not in declared.names], 1)
-            hint = f"; is {near[0]!r} meant to be it?" if near else ""
+            near = nearest(field.name, [n for n in given.names if n not in declared.names])
+            hint = f"; is {near!r} meant to be it?" if near else ""
             raise SchemaMismatch(
                 f"{what} has a column {field.name!r} ({field.type}), which is missing here{hint}", column=field.name
             )

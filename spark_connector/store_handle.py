@@ -18,14 +18,22 @@ from shuffle.errors import CommitConflict, CommitUnknown, StoreUnavailable
 from shuffle.spark_connector.waiting import Waiting
 from shuffle.statestore import StateClient
 from shuffle.statestore.local.store_folder import served_at
+from shuffle.support.endpoint import has_scheme
+from shuffle.support.retry import Backoff
 
-RETRY_S_MIN = 0.05
-RETRY_S_MAX = 1.0
+RETRY_MS = 50
+RETRY_MS_MAX = 1_000
+"""Bounds of the waits between attempts while a store or a mapper is away."""
 
 T = TypeVar("T")
 
 _clients: dict[tuple[int, str], StateClient] = {}
 _lock = threading.Lock()
+
+
+def retry_backoff() -> Backoff:
+    """The waits between attempts while a store or a mapper is away."""
+    return Backoff(RETRY_MS, RETRY_MS_MAX, jitter=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +47,13 @@ class StoreHandle:
     def patiently(self, ask: Callable[[StateClient], T]) -> T:
         """``ask`` a client, again and again while the store is away, for up to ``timeout_s``."""
         waiting = Waiting(self.timeout_s)
-        wait_s = RETRY_S_MIN
+        backoff = retry_backoff()
         while True:
             try:
                 return ask(self.client())
             except StoreUnavailable as error:
                 waiting.tell(error.message)
+                wait_s = backoff.next_s()
                 if waiting.waited_s + wait_s > self.timeout_s:
                     raise StoreUnavailable(
                         f"{error.message}. It was waited for {self.timeout_s:g} s; start it again, or raise the option "
@@ -52,7 +61,6 @@ class StoreHandle:
                         **error.fields,
                     ) from error
             time.sleep(wait_s)
-            wait_s = min(wait_s * 2, RETRY_S_MAX)
 
     def in_transaction(self, attempt: Callable[[StateClient], T]) -> T:
         """``attempt`` reads, writes and commits in one transaction, and is run again until it has an answer.
@@ -89,7 +97,7 @@ class StoreHandle:
         return client
 
     def _address(self) -> str:
-        if self.state.startswith("grpc://"):
+        if has_scheme(self.state):
             return self.state
         address = served_at(self._folder)
         if address is None:

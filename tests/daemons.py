@@ -60,6 +60,7 @@ class StoreProcess:
         listen: str = "127.0.0.1:0",
         disk_reserve_bytes: int | None = None,
         changed: Mapping[str, float] | None = None,
+        advertise: str | None = None,
     ) -> None:
         """``disk_reserve_bytes`` makes a large disk a small one, for where none can be mounted; ``changed`` are other
         constants of the store, by their full names, that are too large for a test."""
@@ -69,8 +70,9 @@ class StoreProcess:
             constants["shuffle.statestore.engine.engine.DISK_RESERVE_BYTES"] = disk_reserve_bytes
         program = ["-c", _CHANGED, json.dumps(constants)] if constants else ["-m", "statestore"]
         self._errors = (path.parent / f"{path.name}.stderr").open("w+")
+        options = ["--path", str(path), "--listen", listen, *(["--advertise", advertise] if advertise else [])]
         self._process = subprocess.Popen(
-            [sys.executable, *program, "--path", str(path), "--listen", listen],
+            [sys.executable, *program, *options],
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,

@@ -14,7 +14,6 @@ A class may also declare the configuration it takes: ``config_schema = {"cluster
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,6 +26,7 @@ from shuffle.errors import NullKey, SchemaMismatch, SpecError
 from shuffle.jobs.aggregates import Aggregate, state_type
 from shuffle.limits import MIB
 from shuffle.partition import hash_partition
+from shuffle.support.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient, Transaction
@@ -52,9 +52,8 @@ def check_config(cls: type, config: Mapping[str, Any] | None) -> Mapping[str, An
         return given
     problems = []
     for name in given.keys() - schema.keys():
-        close = difflib.get_close_matches(str(name), schema, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(sorted(schema)) or 'none'}"
-        problems.append(f"unknown key {name!r}; {hint}")
+        hint = did_you_mean(str(name), schema, f"; there are: {', '.join(sorted(schema)) or 'none'}")
+        problems.append(f"unknown key {name!r}{hint}")
     checked = {}
     for name, declared in schema.items():
         kind, default = declared if isinstance(declared, tuple) else (declared, _REQUIRED)
@@ -330,6 +329,5 @@ def _check_names(cls: type, attribute: str, *, required: bool) -> None:
 def _check_column(column: str, names: Sequence[str], where: str, error: type[SpecError] | type[SchemaMismatch]) -> None:
     if column in names:
         return
-    close = difflib.get_close_matches(column, names, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(names)}"
-    raise error(f"{where}: the rows have no column {column!r}; {hint}", column=column)
+    hint = did_you_mean(column, names, f"; there are: {', '.join(names)}")
+    raise error(f"{where}: the rows have no column {column!r}{hint}", column=column)

@@ -9,7 +9,6 @@ move and no row is hashed again. ``max_parallelism`` is therefore fixed for the 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -24,6 +23,7 @@ from shuffle.ids import ReducerIndex
 from shuffle.limits import KEY_GROUPS_DEFAULT
 from shuffle.partition.hash_cache import ROWS_MIN, KeyMemo, memorable
 from shuffle.partition.xxhash64 import hashable, xxhash64
+from shuffle.support.suggest import did_you_mean
 
 KEY_GROUPS_MAX = 32768
 """A key group fits 16 bits: what Flink allows, too."""
@@ -180,8 +180,7 @@ def _key_columns(rows: pa.Table, by: Sequence[str]) -> pa.Table:
     for name in by:
         found = rows.schema.get_all_field_indices(name)
         if len(found) != 1:
-            close = difflib.get_close_matches(name, rows.column_names, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(rows.column_names)}"
+            hint = did_you_mean(name, rows.column_names, f"; there are {', '.join(rows.column_names)}")
             problem = f"has no column {name!r} to partition by{hint}" if not found else f"has two columns {name!r}"
             raise SchemaMismatch(f"the rowset {problem}", column=name)
         kind = rows.schema.field(found[0]).type

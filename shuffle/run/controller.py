@@ -33,9 +33,10 @@ from shuffle.run.dead_letters import count_words, dead_letter_queues
 from shuffle.run.determinism import Difference, check_map
 from shuffle.run.status import ProcessorStatus, StatusCollector
 from shuffle.run.store_service import StoreKeeper, answering_address, log_folder, opened, require_store, served_store
-from shuffle.run.supervisor import EXIT_SPEC, EXIT_USER_CODE, Child, RestartPolicy, Supervisor
+from shuffle.run.supervisor import Child, RestartPolicy, Supervisor
 from shuffle.run.terminal import ChildView, Rates, progress_line, render
 from shuffle.spec.config import ProcessorSpec, check_against_store
+from shuffle.support.exit_codes import EXIT_SPEC, EXIT_USER_CODE
 from shuffle.support.logs import get_logger
 
 if TYPE_CHECKING:

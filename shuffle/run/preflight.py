@@ -14,14 +14,13 @@ distribution it was made with. What may not change is kept beside it and compare
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,6 +37,7 @@ from shuffle.mapper.readers.folder import partition_folders
 from shuffle.mapper.spill.store import SPILLS_KEY, SPILLS_VALUE
 from shuffle.spec.config import ProcessorSpec
 from shuffle.statestore.client.queue_consumers import create_consumers_table, queue_consumers, register_consumer
+from shuffle.support.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient, Transaction
@@ -114,7 +114,7 @@ def import_class(spec: ProcessorSpec, role: Literal["mapper", "reducer"]) -> typ
         raise SpecError(f"{place}: {module_name} cannot be imported: {_where(error)}") from None
     for part in path.split("."):
         if not hasattr(found, part):
-            hint = _hidden(spec, found) or _suggest(part, _classes_in(found, base))
+            hint = _hidden(spec, found) or did_you_mean(part, _classes_in(found, base))
             raise SpecError(f"{place}: {module_name} has no class {path}{hint}")
         found = getattr(found, part)
     if not (inspect.isclass(found) and issubclass(found, base)):
@@ -198,16 +198,11 @@ def _similar_modules(spec: ProcessorSpec, module_name: str) -> str:
         inside = root.joinpath(*folder.split(".")) if folder else root
         if inside.is_dir():
             names |= {path.stem for path in inside.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    return _suggest(last, sorted(names)) or "; it is looked for in the working folder and beside the spec"
+    return did_you_mean(last, sorted(names)) or "; it is looked for in the working folder and beside the spec"
 
 
 def _classes_in(module: Any, base: type[Any]) -> list[str]:
     return [n for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, base) and v is not base]
-
-
-def _suggest(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 # 2. Input ------------------------------------------------------------------------------------------------------------
@@ -219,7 +214,7 @@ def count_mappers(spec: ProcessorSpec, client: StateClient) -> int:
         queues = {queue.name: queue for queue in client.queues()}
         if spec.input.queue not in queues:
             known = sorted(queues)
-            hint = _suggest(spec.input.queue, known)
+            hint = did_you_mean(spec.input.queue, known)
             if not hint:
                 hint = f"; there are {', '.join(known[:10])}" if known else "; the store has no queue yet"
                 hint += ". Whoever fills it creates it: StateClient.create_queue, or Spark's sink"

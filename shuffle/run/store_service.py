@@ -16,6 +16,7 @@ from shuffle.run.run_lock import logs_of
 from shuffle.run.supervisor import Child, Supervisor
 from shuffle.spec.config import ProcessorSpec
 from shuffle.statestore.local.store_folder import is_open
+from shuffle.support.endpoint import Endpoint
 from shuffle.support.slow_wait import told
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def served_store(spec: ProcessorSpec, supervisor: Supervisor, logs: Path) -> Ite
             child = supervisor.add(_store_child(folder, listen, logs))
             with told(f"the state store in {folder} to start ({STORE_START_S_MAX:.0f} s)"):
                 address = _wait_for_store(child, folder)
-            listen[0] = address.removeprefix("grpc://")  # A restarted store must be found where it was.
+            listen[0] = Endpoint.parse(address).target  # A restarted store must be found where it was.
         yield replace(spec, state=address)
     finally:
         supervisor.stop([child for child in supervisor.children if child.module == STORE_MODULE])
@@ -108,7 +109,7 @@ class StoreKeeper:
             self.gone_since_s = now_s
         if now_s - self.gone_since_s < STORE_GONE_S:
             return False
-        listen = [self.address.removeprefix("grpc://")]
+        listen = [Endpoint.parse(self.address).target]
         self.child = self.supervisor.add(_store_child(self.folder, listen, self.logs), now_s)
         return True
 

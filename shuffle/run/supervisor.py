@@ -19,9 +19,7 @@ from pathlib import Path
 from shuffle.limits import KIB, MIB
 from shuffle.run import launch
 from shuffle.support.logs import get_logger
-
-EXIT_SPEC = 2
-EXIT_USER_CODE = 3
+from shuffle.support.retry import doubled_s
 
 LOG_BYTES_MAX = 16 * MIB
 """Of one worker's log; beyond it the file is set aside (one such file is kept) and begun again."""
@@ -54,7 +52,7 @@ class RestartPolicy:
         self.restarts += 1
         if self.deaths == 1:
             return 0.0
-        return float(min(self.delay_s_max, self.delay_s_min * 2 ** min(self.deaths - 2, 30)))
+        return doubled_s(self.delay_s_min, self.delay_s_max, self.deaths - 2)
 
     @property
     def keeps_dying(self) -> bool:

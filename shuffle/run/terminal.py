@@ -16,6 +16,7 @@ from rich.text import Text
 from shuffle.errors import StoreUnavailable
 from shuffle.run.dead_letters import count_words
 from shuffle.run.status import MapperStatus, ProcessorStatus, ReducerStatus
+from shuffle.support.units import rough_size
 
 RATE_WINDOW_S = 5.0
 """Rates are means over this long: shorter flickers with every trim, longer hides a stall."""
@@ -226,11 +227,4 @@ def _count(value: int | None) -> str:
 
 
 def _bytes(value: int | None) -> str:
-    if value is None:
-        return "-"
-    amount = float(value)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024 or unit == "GiB":
-            return f"{amount:,.0f} {unit}" if unit == "B" else f"{amount:,.1f} {unit}"
-        amount /= 1024
-    raise AssertionError("unreachable")
+    return "-" if value is None else rough_size(value)

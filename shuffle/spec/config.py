@@ -28,6 +28,7 @@ from shuffle.limits import (
     WAIT_MS_MAX,
     WORKER_ANSWER_S_MAX,
 )
+from shuffle.support.endpoint import has_scheme, is_endpoint
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient
@@ -86,6 +87,10 @@ class MapperSpec:
     ``<processor>/mapper_dead_letters``."""
     listen: str = "127.0.0.1:0"
     """The ``host:port`` on which a mapper serves reducers; port 0 is any free one. Default: 127.0.0.1:0."""
+    advertise: str | None = None
+    """The ``host``, or ``host:port``, under which reducers reach a mapper, if that is not where it listens: in a
+    container, or on a machine with several networks. A mapper that is a task of Spark finds its own. Default: as it
+    listens, with the name of the machine in the place of 0.0.0.0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +193,7 @@ class ProcessorSpec:
     @property
     def state_folder(self) -> Path | None:
         """The folder of the embedded store, or None when a store elsewhere is used."""
-        return None if self.state.startswith("grpc://") else Path(self.state)
+        return None if has_scheme(self.state) else Path(self.state)
 
     @property
     def mappers_table(self) -> str:
@@ -304,11 +309,11 @@ def load_spec(path: str | os.PathLike[str]) -> ProcessorSpec:
     The environment's ``SHUFFLE_STATE`` (``grpc://host:port``) takes the place of ``state``: so a controller tells its
     workers where the store is that it has started.
     """
-    from shuffle.spec.spec_file import is_store_address, parse_spec
+    from shuffle.spec.spec_file import parse_spec
 
     spec = parse_spec(Path(path))
     address = os.environ.get("SHUFFLE_STATE")
-    if address and not is_store_address(address):
+    if address and not is_endpoint(address):
         raise SpecError(f"the environment's SHUFFLE_STATE is {address!r}, which is not grpc://host:port")
     return replace(spec, state=address) if address else spec
 

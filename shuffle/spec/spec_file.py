@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -17,20 +16,12 @@ from shuffle.errors import SpecError
 from shuffle.limits import NAME_BYTES_MAX
 from shuffle.spec.config import RANGES, InputSpec, MapperSpec, ProcessorSpec, ReducerSpec, SpillSpec, relation_mistakes
 from shuffle.spec.yaml_file import Node, compose_file, in_one_line
+from shuffle.support.endpoint import HOST_MAYBE_PORT, HOST_PORT, is_endpoint
+from shuffle.support.suggest import did_you_mean
+from shuffle.support.units import NUMBER_CHARS_MAX, TEXT_SHOWN_MAX, parse_duration_ms, parse_size, quoted
 
-NUMBER_CHARS_MAX = 32
-"""Digits of a size, a time or a count; no range has half of that."""
-
-TEXT_SHOWN_MAX = 60
-"""Characters of a wrong value that a mistake quotes."""
-
-_SIZE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SIZE_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_MS_PER_UNIT = {"ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
-_NUMBER_AND_UNIT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _CLASS_NAME = re.compile(r"[A-Za-z_][\w]*(\.[A-Za-z_][\w]*)*:[A-Za-z_][\w]*(\.[A-Za-z_][\w]*)*")
-_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:\s/]+):([0-9]{1,5})")
 
 Reader = Callable[["_File", str, Node], Any]
 """Reads one value; returns None after noting a mistake."""
@@ -61,35 +52,6 @@ class _File:
             raise SpecError("\n".join(texts), path=str(self.path), mistakes=texts)
 
 
-def parse_size(text: str) -> int:
-    """Bytes in ``text``: ``256MiB``, ``64 KB``, ``1.5GiB``, or a plain number. ``ValueError`` if it is none."""
-    number, unit = _split_unit(text)
-    scale = _SIZE_UNITS.get(unit.upper() or "B")
-    if scale is None:
-        raise ValueError(f"{_quoted(text)} has no unit of size: write for example 256MiB or 64KiB")
-    return int(number * scale)
-
-
-def parse_duration_ms(text: str) -> int:
-    """Milliseconds in ``text``: ``500ms``, ``5s``, ``2m``, or a plain number of them. ``ValueError`` if it is none."""
-    number, unit = _split_unit(text)
-    scale = _MS_PER_UNIT.get(unit.lower() or "ms")
-    if scale is None:
-        raise ValueError(f"{_quoted(text)} has no unit of time: write for example 500ms or 5s")
-    return int(number * scale)
-
-
-def _split_unit(text: str) -> tuple[float, str]:
-    match = _NUMBER_AND_UNIT.fullmatch(text)
-    if match is None or len(text) > NUMBER_CHARS_MAX:
-        raise ValueError(f"{_quoted(text)} is not a number with a unit")
-    return float(match[1].replace("_", "")), match[2]
-
-
-def _quoted(text: str) -> str:
-    return repr(text if len(text) <= TEXT_SHOWN_MAX else text[: TEXT_SHOWN_MAX - 1] + "…")
-
-
 # Readers of one value ------------------------------------------------------------------------------------------------
 
 
@@ -97,7 +59,7 @@ def _scalar(file: _File, place: str, node: Node) -> str | None:
     if isinstance(node, yaml.ScalarNode) and node.tag != "tag:yaml.org,2002:null":
         text = str(node.value)
         if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-            file.note(place, node, f"{_quoted(text)} has a character that no name, path or number has")
+            file.note(place, node, f"{quoted(text)} has a character that no name, path or number has")
             return None
         return text
     kind = {"sequence": "a list", "mapping": "a mapping"}.get(getattr(node, "id", ""), "nothing")
@@ -105,17 +67,19 @@ def _scalar(file: _File, place: str, node: Node) -> str | None:
     return None
 
 
-def _number(parse: Callable[[str], int]) -> Reader:
+def _number(parse: Callable[[str, str], int]) -> Reader:
+    """A reader of numbers; ``parse`` gets the text, and the key as it was written."""
+
     def read(file: _File, place: str, node: Node) -> int | None:
         text = _scalar(file, place, node)
         if text is None:
             return None
         try:
-            value = parse(text)
+            section, _, name = place.rpartition(".")
+            value = parse(text, name)
         except ValueError as error:
             file.note(place, node, str(error))
             return None
-        section, _, name = place.rpartition(".")
         name = _ALIASES.get(name, name)
         least, most = RANGES.get(place) or RANGES.get(f"{section}.{name}") or RANGES[name]
         if not least <= value <= most:
@@ -127,13 +91,22 @@ def _number(parse: Callable[[str], int]) -> Reader:
     return read
 
 
-def _parse_count(text: str) -> int:
+def _parse_bytes(text: str, key: str) -> int:
+    return parse_size(text)
+
+
+def _parse_ms(text: str, key: str) -> int:
+    """Only a key that says its unit, as ``trim_period_ms`` does, takes a plain number."""
+    return parse_duration_ms(text, plain_ms="_ms" in key)
+
+
+def _parse_count(text: str, key: str) -> int:
     try:
         if len(text) <= NUMBER_CHARS_MAX:
             return int(text.replace("_", ""))
     except ValueError:
         pass
-    raise ValueError(f"{_quoted(text)} is not a whole number")
+    raise ValueError(f"{quoted(text)} is not a whole number")
 
 
 def _pattern(pattern: re.Pattern[str], wanted: str) -> Reader:
@@ -142,7 +115,7 @@ def _pattern(pattern: re.Pattern[str], wanted: str) -> Reader:
         if text is None:
             return None
         if not pattern.fullmatch(text) or len(text.encode()) > NAME_BYTES_MAX:
-            file.note(place, node, f"{_quoted(text)} is not {wanted}")
+            file.note(place, node, f"{quoted(text)} is not {wanted}")
             return None
         return text
 
@@ -154,7 +127,7 @@ def _choice(*choices: str) -> Reader:
         text = _scalar(file, place, node)
         if text is None or text in choices:
             return text
-        file.note(place, node, f"{_quoted(text)} is none of {', '.join(choices)}{_did_you_mean(text, choices)}")
+        file.note(place, node, f"{quoted(text)} is none of {', '.join(choices)}{_did_you_mean(text, choices)}")
         return None
 
     return read
@@ -176,12 +149,12 @@ def _folder(file: _File, place: str, node: Node) -> str | None:
     if text is None:
         return None
     if "://" in text:
-        file.note(place, node, f"{_quoted(text)} is an address, and a folder is needed here")
+        file.note(place, node, f"{quoted(text)} is an address, and a folder is needed here")
         return None
     try:
         return str((file.folder / Path(text).expanduser()).resolve())
     except (OSError, RuntimeError, ValueError) as error:  # Of an unknown user's home, a name too long, links in a ring.
-        file.note(place, node, f"{_quoted(text)} is not a folder: {error}")
+        file.note(place, node, f"{quoted(text)} is not a folder: {error}")
         return None
 
 
@@ -189,15 +162,10 @@ def _state(file: _File, place: str, node: Node) -> str | None:
     text = _scalar(file, place, node)
     if text is None or "://" not in text:
         return None if text is None else _folder(file, place, node)
-    if is_store_address(text):
+    if is_endpoint(text):
         return text
-    file.note(place, node, f"{_quoted(text)} is neither a folder nor grpc://host:port")
+    file.note(place, node, f"{quoted(text)} is neither a folder nor grpc://host:port")
     return None
-
-
-def is_store_address(text: str) -> bool:
-    scheme, _, address = text.partition("://")
-    return scheme == "grpc" and _ADDRESS.fullmatch(address) is not None
 
 
 _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -211,7 +179,7 @@ def _metrics(file: _File, place: str, node: Node) -> bool | int | None:
         return _FLAGS[text.lower()]
     if text.isdecimal() and len(text) <= 5 and 1024 <= int(text) <= 60_000:
         return int(text)
-    file.note(place, node, f"{_quoted(text)} is neither true, false nor a port from 1024 to 60000")
+    file.note(place, node, f"{quoted(text)} is neither true, false nor a port from 1024 to 60000")
     return None
 
 
@@ -221,7 +189,7 @@ def _flag(file: _File, place: str, node: Node) -> bool | None:
         return None
     if text.lower() in _FLAGS:
         return _FLAGS[text.lower()]
-    file.note(place, node, f"{_quoted(text)} is neither true nor false")
+    file.note(place, node, f"{quoted(text)} is neither true nor false")
     return None
 
 
@@ -232,7 +200,7 @@ def _share(file: _File, place: str, node: Node) -> float | None:
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        file.note(place, node, f"{_quoted(text)} is not a share: write for example 0.5 or 50%")
+        file.note(place, node, f"{quoted(text)} is not a share: write for example 0.5 or 50%")
         return None
     if not 0 < value <= 1:
         file.note(place, node, f"{value:g} is not between 0 and 1")
@@ -263,7 +231,7 @@ def _construct(node: Node) -> Any:
 
 # Sections ------------------------------------------------------------------------------------------------------------
 
-_COUNT, _SIZE, _DURATION = _number(_parse_count), _number(parse_size), _number(parse_duration_ms)
+_COUNT, _SIZE, _DURATION = _number(_parse_count), _number(_parse_bytes), _number(_parse_ms)
 _CLASS = _pattern(_CLASS_NAME, "a class: write it as module:Class, for example my_job:ParseLogs")
 
 _INPUT: dict[str, Reader] = {
@@ -283,7 +251,8 @@ _MAPPER: dict[str, Reader] = {
     "split_brain_delay_ms": _DURATION,
     "on_error": _choice("stop", "dead_letter"),
     "dead_letter_queue": _queue_name,
-    "listen": _pattern(_ADDRESS, "an address: write it as host:port, port 0 for any free one"),
+    "listen": _pattern(HOST_PORT, "an address: write it as host:port, port 0 for any free one"),
+    "advertise": _pattern(HOST_MAYBE_PORT, "a host: write it as host or host:port, as others reach it"),
 }
 _REDUCER: dict[str, Reader] = {
     "class_name": _CLASS,
@@ -340,7 +309,7 @@ def _section(readers: Mapping[str, Reader], required: tuple[str, ...]) -> Reader
                 continue
             key = str(key_node.value)
             is_plain = key.isprintable() and len(key) <= TEXT_SHOWN_MAX
-            key_place = f"{place}." * bool(place) + (key if is_plain else _quoted(key))
+            key_place = f"{place}." * bool(place) + (key if is_plain else quoted(key))
             name = _ALIASES.get(key, key)
             if key not in known:
                 file.note(key_place, key_node, f"unknown key{_did_you_mean(key, known)}")
@@ -360,8 +329,7 @@ def _section(readers: Mapping[str, Reader], required: tuple[str, ...]) -> Reader
 
 
 def _did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(sorted(known))}"
+    return did_you_mean(word, known, f"; known here: {', '.join(sorted(known))}")
 
 
 _SPILL_SECTION = _section(_SPILL, ())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from shuffle.errors import SpecError
+from shuffle.support.suggest import did_you_mean
 
 SPEC_BYTES_MAX = 1024 * 1024
 """A spec is a page of text; a file far larger than that was given by mistake."""
@@ -35,8 +35,7 @@ def compose_file(path: Path) -> Node | None:
         node: Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
         return node
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in _siblings(path)], n=1)
-        hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        hint = did_you_mean(path.name, [sibling.name for sibling in _siblings(path)])
         raise SpecError(f"{path}: there is no such file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path}: cannot be read: {error}") from None

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.flight as _flight
 
 from shuffle.errors import BadInput, ShuffleError, StoreUnavailable, from_wire, one_line, to_wire
+from shuffle.support.endpoint import Endpoint
 from shuffle.support.fields import shown
 
 Action = _flight.Action
@@ -270,4 +271,4 @@ def shutdown(server: Any, timeout_s: float = 5.0) -> bool:
 
 def location(listen: str) -> str:
     """``host:port`` or ``grpc://host:port`` as a Flight location."""
-    return listen if "://" in listen else f"grpc://{listen}"
+    return str(Endpoint.parse_listen(listen))

@@ -1,26 +1,117 @@
-"""Waits between attempts: they double up to a bound, and are never quite the same twice."""
+"""Trying again: which errors it is worth for, and how long to wait before each attempt.
+
+An error either passes by itself (a store that is being restarted, a race that was lost) or it does not (a damaged file,
+a row that the user's code cannot take). ``passes_by_itself`` is the only place that decides it. Waits double up to a
+bound (``Backoff``), and nothing waits without one.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from shuffle.errors import (
+    CommitConflict,
+    CommitUnknown,
+    CorruptData,
+    Expired,
+    FormatTooNew,
+    ShuffleError,
+    SplitBrain,
+    StoreError,
+    StoreLocked,
+    StoreNotWritable,
+)
+
+if TYPE_CHECKING:
+    import threading
+
+T = TypeVar("T")
+
+JITTER = 0.5
+"""The share of a wait that is left to chance, so that many workers do not come back at the same moment."""
+
+LASTING = (MemoryError, CorruptData, FormatTooNew, StoreNotWritable, StoreLocked)
+"""Trouble of the store or of the machine that waiting does not mend: the worker ends with it."""
+
+_TROUBLE = (StoreError, CommitConflict, CommitUnknown, Expired, SplitBrain, MemoryError)
+"""Errors that the store or the machine is to blame for, and no row and no code."""
+
+_CAUSES_MAX = 32
+"""How deep a chain of exceptions is followed; longer ones are made by loops."""
+
+_DOUBLINGS_MAX = 30
+
+
+def trouble_behind(error: BaseException) -> BaseException | None:
+    """The trouble of the store or of the machine that ``error`` is, or was raised from or during; None without any.
+
+    User code likes to wrap what it catches, so the causes of ``error`` are looked through as well.
+    """
+    seen: BaseException | None = error
+    for _ in range(_CAUSES_MAX):
+        if seen is None or isinstance(seen, _TROUBLE):
+            return seen
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return None
+
+
+def passes_by_itself(error: BaseException) -> bool:
+    """Whether the same attempt may succeed later although nobody does anything about ``error``."""
+    trouble = trouble_behind(error)
+    return trouble is not None and not isinstance(trouble, LASTING)
+
+
+def doubled_s(first_s: float, max_s: float, failures: int) -> float:
+    """The wait after ``failures`` earlier failures in a row: ``first_s``, twice that, and so on, at most ``max_s``."""
+    return float(min(max_s, first_s * 2.0 ** min(failures, _DOUBLINGS_MAX)))
 
 
 class Backoff:
-    """The next wait after each failure. Jitter keeps many reducers from coming back at the same moment."""
+    """The next wait after each failure in a row. The share ``jitter`` of it is left to ``chance``."""
 
-    def __init__(self, first_ms: int, max_ms: int, chance: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self, first_ms: int, max_ms: int, chance: Callable[[], float] = random.random, jitter: float = JITTER
+    ) -> None:
         self._first_s = first_ms / 1000
         self._max_s = max_ms / 1000
         self._chance = chance
+        self._jitter = jitter
         self.failures = 0
-        """In a row."""
+        """The number of failures in a row so far."""
 
     def next_s(self) -> float:
-        """How long to wait now: between half of the current bound and all of it."""
-        bound_s = min(self._max_s, self._first_s * 2.0 ** min(self.failures, 30))
+        """Counts a failure and returns how long to wait now: at most the current bound, at least what is no jitter."""
+        bound_s = doubled_s(self._first_s, self._max_s, self.failures)
         self.failures += 1
-        return bound_s * (0.5 + 0.5 * self._chance())
+        return bound_s * (1 - self._jitter + self._jitter * self._chance()) if self._jitter else bound_s
 
     def reset(self) -> None:
+        """Counts a success: the next wait is the first one again."""
         self.failures = 0
+
+
+def patiently(
+    ask: Callable[[], T],
+    backoff: Backoff,
+    stop: threading.Event,
+    on_wait: Callable[[ShuffleError, float], None],
+) -> T | None:
+    """Calls ``ask`` until it returns, for as long as its errors pass by themselves; None if ``stop`` is set before.
+
+    ``on_wait`` is told of each such error, and for how many seconds it is now waited.
+    """
+    while not stop.is_set():
+        try:
+            answer = ask()
+        except ShuffleError as error:
+            if not passes_by_itself(error):
+                raise
+            wait_s = backoff.next_s()
+            on_wait(error, wait_s)
+            stop.wait(wait_s)
+        else:
+            backoff.reset()
+            return answer
+    return None

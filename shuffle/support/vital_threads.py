@@ -22,12 +22,11 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from shuffle.errors import ThreadDied
+from shuffle.support.exit_codes import EXIT_FAILED
 from shuffle.support.logs import get_logger
 
 OnDeath = Callable[[ThreadDied], None]
 """Called once, by the thread that dies. It must not wait for that thread."""
-
-EXIT_DIED = 1
 
 _alive: dict[threading.Thread, None] = {}
 _log = get_logger(__name__)
@@ -71,7 +70,7 @@ def alive() -> list[str]:
 def end_process(error: Exception) -> NoReturn:
     """Ends this process at once, whatever its other threads do, and says why in its last line."""
     print(f"error: {error}", file=sys.stderr, flush=True)
-    os._exit(EXIT_DIED)
+    os._exit(EXIT_FAILED)
 
 
 def leave(code: int) -> NoReturn:

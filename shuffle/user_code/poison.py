@@ -20,18 +20,14 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from shuffle.errors import CommitConflict, CommitUnknown, Expired, SplitBrain, StoreError, UserCodeError
+from shuffle.errors import UserCodeError
+from shuffle.support.retry import trouble_behind
 
 ATTEMPTS_MAX = 10_000
 """Calls of user code for one batch. About six hundred bad rows among 65,536; more than that is not a few bad rows."""
 
 REASON_CHARS_MAX = 2_000
 """An exception's text may contain the row itself; the row is stored anyway."""
-
-_CAUSES_MAX = 32
-"""How deep a chain of exceptions is followed; longer ones are made by loops."""
-
-_TRANSIENT = (StoreError, CommitConflict, CommitUnknown, Expired, SplitBrain, MemoryError)
 
 DEAD_LETTER_SCHEMA = pa.schema(
     [
@@ -55,15 +51,8 @@ class PoisonRow(NamedTuple):
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether ``error``, or an error it was raised from or during, would pass by itself: user code likes to wrap."""
-    seen: BaseException | None = error
-    for _ in range(_CAUSES_MAX):
-        if seen is None:
-            return False
-        if isinstance(seen, _TRANSIENT):
-            return True
-        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
-    return False
+    """Whether the store or the machine is to blame for ``error``, and neither a row nor the user's code."""
+    return trouble_behind(error) is not None
 
 
 def reason_of(error: BaseException) -> str:

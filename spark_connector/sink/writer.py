@@ -5,7 +5,6 @@ write (in the tasks): stage          commit (in the driver): publish, in one tra
 
 from __future__ import annotations
 
-import difflib
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.statestore import StateClient, TableSchema
 from shuffle.statestore.codec.sorted_table import Table
 from shuffle.statestore.engine.staged import STAGED_TTL_MS_DEFAULT
+from shuffle.support.suggest import did_you_mean
 
 BATCH_ID = "streaming.sql.batchId"
 
@@ -53,8 +53,7 @@ def queue_target(options: Options, schema: StructType) -> QueueTarget:
     by = tuple(options.names("partitionBy"))
     for column in by:
         if column not in rows.names:
-            near = difflib.get_close_matches(column, rows.names, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; they have {', '.join(rows.names)}"
+            hint = did_you_mean(column, rows.names, f"; they have {', '.join(rows.names)}")
             raise SchemaMismatch(f"the option 'partitionBy': the rows have no column {column!r}{hint}", column=column)
         if not hashable(rows.field(column).type):
             kind = rows.field(column).type

@@ -20,7 +20,7 @@ from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
 from shuffle.messages import GetRows
 from shuffle.reducer.fetch import get_rows
-from shuffle.spark_connector.store_handle import RETRY_S_MAX, RETRY_S_MIN, StoreHandle
+from shuffle.spark_connector.store_handle import RETRY_MS, StoreHandle, retry_backoff
 from shuffle.spark_connector.waiting import Waiting
 from shuffle.statestore import StateClient
 from shuffle.support import flight
@@ -150,7 +150,7 @@ class Processor:
         cursor = begin
         known = hint if hint is not None and hint.last_row_index >= end else None
         waiting = Waiting(self.store.timeout_s)
-        wait_s = RETRY_S_MIN
+        backoff = retry_backoff()
         while cursor < end:
             try:
                 known = known or self._instance(mapper_index)
@@ -169,14 +169,14 @@ class Processor:
                 waiting.tell(f"processor {self.name}: mapper {mapper_index} is away ({error.message})")
                 if waiting.is_over:
                     raise self._gone(mapper_index, error) from error
-                time.sleep(wait_s)
-                wait_s = min(2 * wait_s, RETRY_S_MAX)
+                time.sleep(backoff.next_s())
                 continue
             if answer:
                 for batch, last in answer:
                     yield batch, int(last)
                     cursor = int(last)
                 waiting.restart()
+                backoff.reset()
             elif complete:  # 2
                 return
             else:
@@ -245,7 +245,7 @@ class Processor:
                     f"processor {self.name}: no mapper has mapped a row in {self.store.timeout_s:g} s, so the schema "
                     "is not known. Start the mappers, give them input, or give the schema with .schema(…)"
                 )
-            time.sleep(RETRY_S_MIN)
+            time.sleep(RETRY_MS / 1000)
 
 
 def _flight(address: str) -> Any:

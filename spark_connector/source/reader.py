@@ -11,7 +11,6 @@ what comes after an offset, then everything before it is in its own commit log.
 
 from __future__ import annotations
 
-import difflib
 import queue
 import signal
 import threading
@@ -45,6 +44,7 @@ from shuffle.spark_connector.source.query_lease import QueryLease, begin_task
 from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.spark_connector.waiting import Waiting
 from shuffle.spec.config import ProcessorSpec, load_spec
+from shuffle.support.suggest import did_you_mean
 
 METADATA_COLUMNS = {
     field.name.removeprefix("_"): field
@@ -96,8 +96,7 @@ def metadata_columns(options: Options) -> list[str]:
     names = options.names("metadataColumns")
     for name in names:
         if name not in METADATA_COLUMNS:
-            near = difflib.get_close_matches(name, METADATA_COLUMNS, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(METADATA_COLUMNS)}"
+            hint = did_you_mean(name, METADATA_COLUMNS, f"; there are {', '.join(METADATA_COLUMNS)}")
             raise BadInput(f"the option 'metadataColumns' knows no {name!r}{hint}", option="metadataColumns")
     return list(dict.fromkeys(names))
 

@@ -23,15 +23,14 @@ from shuffle.errors import BadInput, ShuffleError, StoreUnavailable, UnknownTabl
 from shuffle.statestore.admin.text import QueueRows, TextRows, json_rows, parse_bound, printable
 from shuffle.statestore.client.queue_consumers import queue_consumers, release_consumer
 from shuffle.statestore.codec.column_types import is_text_or_bytes
+from shuffle.support.exit_codes import EXIT_BROKEN_PIPE
 from shuffle.support.slow_wait import told
+from shuffle.support.units import rough_size
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from shuffle.statestore import QueueSchema, StateClient, TableSchema
-
-EXIT_BROKEN_PIPE = 141
-"""What a shell reports for a program that was ended by the end of its pipe."""
 
 PIPE_WIDTH = 160
 """Columns of a table that does not go to a terminal: wide enough for a line to be cut by what reads it, not by us."""
@@ -366,14 +365,7 @@ def _heading(name: str) -> str:
 def _amount(name: str, value: Any) -> str:
     if not isinstance(value, int) or isinstance(value, bool):
         return "-" if value is None else str(value)
-    if "bytes" not in name:
-        return f"{value:,}"
-    amount, unit = float(value), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024:
-            break
-        amount, unit = amount / 1024, larger
-    return f"{value:,} B" if unit == "B" else f"{amount:,.1f} {unit}"
+    return rough_size(value) if "bytes" in name else f"{value:,}"
 
 
 def _table_json(table: TableSchema) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import threading
 import time
@@ -28,6 +27,7 @@ from shuffle.statestore.request import Append, CommitRequest, CreateQueue, Creat
 from shuffle.statestore.store import Moment, QueueRead, Store
 from shuffle.statestore.wire.operations import check_section
 from shuffle.support.fields import whole
+from shuffle.support.suggest import did_you_mean
 
 READ_ROWS_DEFAULT = 65_536
 READ_BYTES_DEFAULT = 16 * MIB
@@ -476,9 +476,7 @@ class Leases:
 def _named(schemas: Mapping[str, Any], name: str, kind: str) -> Any:
     if name in schemas:
         return schemas[name]
-    similar = difflib.get_close_matches(name, schemas, 1)
-    hint = f"; did you mean {similar[0]!r}?" if similar else ""
-    raise UnknownTable(f"there is no {kind} {name!r}{hint}", table=name)
+    raise UnknownTable(f"there is no {kind} {name!r}{did_you_mean(name, schemas)}", table=name)
 
 
 def _within(batch: pa.RecordBatch, max_bytes: int, at_least_one: bool) -> pa.RecordBatch:

@@ -31,6 +31,7 @@ from shuffle.statestore.store import Moment, QueueRead
 from shuffle.statestore.wire.lane_frames import is_small
 from shuffle.statestore.wire.messages import Header, Rows, as_values, encode_commit, pack_sections, rows_of
 from shuffle.support import flight
+from shuffle.support.endpoint import Endpoint
 from shuffle.support.vital_threads import start_vital
 
 T = TypeVar("T")
@@ -63,8 +64,8 @@ class RemoteStore:
         session_ttl_ms: int = SESSION_TTL_MS_DEFAULT,
     ) -> None:
         """``session_ttl_ms``: how long the daemon keeps the snapshots and transactions of a client that died."""
-        self._target = _target(address)
-        self._address = f"grpc://{self._target}"
+        self._endpoint = Endpoint.parse(address, "the address of a state store")
+        self._address = str(self._endpoint)
         self._timeout_s = TIMEOUT_S_DEFAULT if timeout_s is None else timeout_s
         self._control = ControlClient(self._address)
         self._info: StoreInfo | None = None
@@ -99,20 +100,22 @@ class RemoteStore:
 
     def _connect(self) -> Any:
         """A Flight client for the daemon as it is now: after a restart its data plane has another port."""
-        return flight.connect(f"grpc://{self._own_host(self._refresh_info().flight_address)}")
+        return flight.connect(str(self._told(self._refresh_info().flight_address)))
 
     def _lane_place(self) -> Place:
         info = self._refresh_info()
-        host, _, port = self._own_host(info.lane_address).rpartition(":")
-        if not port.isdigit():
-            raise StoreUnavailable(f"the state store at {self._address} is of another version", address=self._address)
+        lane = self._told(info.lane_address)
         # Only where this very daemon was reached directly: whoever came through a proxy goes on through it.
-        return Place(host.strip("[]"), int(port), info.lane_local_name if self._maps_files else "")
+        return Place(lane.host, lane.port, info.lane_local_name if self._maps_files else "")
 
-    def _own_host(self, address: str) -> str:
-        """``host:port`` of ``scheme://host:port``; where the host is left out, it is the one this client uses."""
-        found = address.partition("://")[2]
-        return self._target.rpartition(":")[0] + found if found.startswith(":") else found
+    def _told(self, address: str) -> Endpoint:
+        """The endpoint that the daemon names; where the host is left out, it is the one that this client uses."""
+        try:
+            return Endpoint.parse(address.partition("://")[2], own_host=self._endpoint.host)
+        except BadInput:
+            raise StoreUnavailable(
+                f"the state store at {self._address} is of another version", address=self._address
+            ) from None
 
     def _fail(self, error: ThreadDied) -> None:
         self._failed = error
@@ -389,14 +392,6 @@ class RemoteStore:
 def _work_s(rows: Rows | None) -> float:
     """How much longer the answer may take for what the question brings with it."""
     return 0.0 if rows is None else len(rows[0]) / KEYS_PER_S + sum(map(bytes_of, rows)) / BYTES_PER_S
-
-
-def _target(address: str) -> str:
-    target = address.removeprefix("grpc://")
-    host, _, port = target.rpartition(":")
-    if "://" in target or not host or not port.isdigit():
-        raise BadInput(f"not the address of a state store: {address!r}; it looks like grpc://host:port")
-    return target
 
 
 def _read_header(question: Question, wait_ms: int) -> Header:

@@ -37,8 +37,10 @@ from shuffle.statestore.server.session_registry import Held
 from shuffle.statestore.wire.operations import CONTROL
 from shuffle.statestore.wire.proto import control_pb2 as pb
 from shuffle.statestore.wire.proto import control_pb2_grpc
+from shuffle.support.endpoint import Endpoint
 from shuffle.support.fields import Field, check_fields, shown
 from shuffle.support.flight import short_wire
+from shuffle.support.slots import machine_of
 from shuffle.support.vital_threads import alive
 
 T = TypeVar("T")
@@ -106,9 +108,7 @@ class ControlPlane(control_pb2_grpc.ControlServicer):
         return pb.ChangeReply()
 
     def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.SessionReply:  # noqa: N802
-        # The address without the port, which each connection has another of.
-        peer = context.peer().rpartition(":")[0]
-        return pb.SessionReply(session_id=self._held.open_session(request.ttl_ms, peer))
+        return pb.SessionReply(session_id=self._held.open_session(request.ttl_ms, machine_of(context.peer())))
 
     def RenewSession(self, request: pb.SessionRequest, context: Any) -> pb.SessionReply:  # noqa: N802
         self._held.renew_session(request.session_id)
@@ -257,18 +257,15 @@ class FlightActions:
         return iter([pb.FlightResult(body=answer.encode())])
 
 
-def check_listen(listen: str) -> None:
+def check_listen(listen: Endpoint) -> None:
     """Raises when nobody can listen there: gRPC would say so too, but in lines of its own on stderr."""
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal():
-        raise BadInput(f"cannot listen on {listen}: write it as host:port, port 0 for any free one")
     try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
+        for family, kind, protocol, _, address in socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM):
             with socket.socket(family, kind, protocol) as tried:
                 tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 tried.bind(address)
     except OSError as error:
-        raise BadInput(f"cannot listen on {listen}: {error.strerror}") from None
+        raise BadInput(f"cannot listen on {listen.target}: {error.strerror}") from None
 
 
 def control_server(plane: ControlPlane, states: Health, listen: str) -> tuple[Any, int]:

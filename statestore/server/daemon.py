@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from shuffle.errors import BadInput, ShuffleError
@@ -22,6 +23,7 @@ from shuffle.statestore.server.lane_server import Lane
 from shuffle.statestore.server.session_registry import Held
 from shuffle.statestore.wire.proto import control_pb2 as pb
 from shuffle.support import flight
+from shuffle.support.endpoint import Endpoint, advertised, bracketed, check_advertise
 from shuffle.support.logs import get_logger, setup_logging
 from shuffle.support.vital_threads import end_process
 
@@ -42,9 +44,14 @@ class StoreDaemon:
     ``on_failure`` is called.
     """
 
-    def __init__(self, path: str, listen: str, on_failure: Callable[[ShuffleError], None]) -> None:
-        check_listen(listen)
-        host = listen.rpartition(":")[0] or "127.0.0.1"
+    def __init__(
+        self, path: str, listen: str, on_failure: Callable[[ShuffleError], None], advertise: str | None = None
+    ) -> None:
+        """``advertise`` is the host, or the host and the port of the control plane, under which clients reach this."""
+        listening = Endpoint.parse_listen(listen)
+        check_listen(listening)
+        if advertise is not None:
+            check_advertise(advertise)
         self.store = LocalStore(path)
         try:
             self._on_failure = on_failure
@@ -52,21 +59,29 @@ class StoreDaemon:
             self.store.on_failure = self._failed
             self._held = Held(self.store)
             questions = Questions(self.store, self._held)
-            self._data = DataPlane(flight.location(f"{host}:0"), questions)
-            self._lane = Lane(host, self.store, questions, self.store.fail)
-            advertised = "" if host in ("0.0.0.0", "[::]") else host
+            self._data = DataPlane(flight.location(replace(listening, port=0).target), questions)
+            self._lane = Lane(listening.host, self.store, questions, self.store.fail)
+            # Without a host, each client goes on with the one under which it has reached this daemon.
+            is_known = advertise is not None or not listening.is_everywhere
+            host = bracketed(advertised(listening, advertise).host) if is_known else ""
             info = pb.InfoReply(
-                flight_address=f"grpc://{advertised}:{self._data.port}",
-                lane_address=f"tcp://{advertised}:{self._lane.port}",
+                flight_address=f"grpc://{host}:{self._data.port}",
+                lane_address=f"tcp://{host}:{self._lane.port}",
                 lane_local_name=self._lane.local_name,
                 folder=str(self.store.folder),
                 store_id=self.store.store_id,
             )
-            self._control, port = control_server(ControlPlane(self.store, self._held, info), self._health, listen)
+            self._control, port = control_server(
+                ControlPlane(self.store, self._held, info), self._health, listening.target
+            )
         except BaseException:
             self.store.close()
             raise
-        self.address = f"grpc://{advertised or '127.0.0.1'}:{port}"
+        listening = replace(listening, port=port)
+        if not is_known:
+            # Clients that read the address from the folder are on this machine.
+            listening = replace(listening, host="127.0.0.1")
+        self.address = str(advertised(listening, advertise))
         self.store.announce(self.address)
 
     def _failed(self, error: ShuffleError) -> None:
@@ -90,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     _raise_file_limit()
     try:
         check_headroom()
-        daemon = StoreDaemon(arguments.path, arguments.listen, end_process)
+        daemon = StoreDaemon(arguments.path, arguments.listen, end_process, arguments.advertise)
     except ShuffleError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1
@@ -133,6 +148,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="where the control plane listens; port 0 takes a free one (default: %(default)s). Rows travel over a "
         "second port, which clients learn from the first",
+    )
+    parser.add_argument(
+        "--advertise",
+        metavar="HOST[:PORT]",
+        help="where clients reach the store, if that is not where it listens: the host for all of its ports, and the "
+        "port of the control plane (default: as it listens)",
     )
     return parser
 

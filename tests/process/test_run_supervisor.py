@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from shuffle.run.supervisor import EXIT_USER_CODE, Child, RestartPolicy, Supervisor
+from shuffle.run.supervisor import Child, RestartPolicy, Supervisor
+from shuffle.support.exit_codes import EXIT_USER_CODE
 from tests import waiting
 from tests.waiting import pause
 

@@ -1,4 +1,4 @@
-"""ReducerCore, ReducerState and Backoff: one step at a time. All of it together is in tests/property."""
+"""ReducerCore and ReducerState: one step at a time. All of it together is in tests/property."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import CorruptData, ShuffleError, SpecError
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.reducer.core import SETTLING_WAIT_MS, FetchPlan, Limits, ReducerCore, Settled, Work
-from shuffle.support.retry import Backoff
 
 M0, M1 = MapperIndex(0), MapperIndex(1)
 
@@ -252,14 +251,3 @@ def test_agrees_with_its_own_commits_only() -> None:
     assert core.agrees(state(-1))
     assert core.agrees(state(3))
     assert not core.agrees(state(2))
-
-
-# ---- backoff --------------------------------------------------------------------------------------------------------
-
-
-def test_backoff_doubles_to_its_bound_and_begins_again() -> None:
-    backoff = Backoff(100, 500, chance=lambda: 1.0)
-    assert [backoff.next_s() for _ in range(4)] == [0.1, 0.2, 0.4, 0.5]
-    backoff.reset()
-    assert backoff.next_s() == 0.1
-    assert Backoff(100, 500, chance=lambda: 0.0).next_s() == 0.05

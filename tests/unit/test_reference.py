@@ -18,7 +18,7 @@ from shuffle import cli, metrics
 from shuffle.errors import SpecError
 from shuffle.spec import config
 from shuffle.spec.config import load_spec
-from shuffle.spec.spec_file import parse_duration_ms, parse_size
+from shuffle.support.units import parse_duration_ms, parse_size
 from tools.reference import command, pages, python, spark, spec, text
 from tools.reference import errors as reference_errors
 from tools.reference import metrics as reference_metrics
@@ -154,7 +154,7 @@ def with_value(key: spec.Key, name: str, value: object) -> dict[str, object]:
     if key.place == "reducer.backoff":
         section["backoff_max"] = "10min"
     if key.place == "reducer.backoff_max":
-        section["backoff"] = 1
+        section["backoff"] = "1ms"
     return values  # type: ignore[return-value]
 
 
@@ -165,13 +165,15 @@ NUMBERS = [key for keys in spec.sections().values() for key in keys if key.reade
 def test_range_is_what_is_accepted(key: spec.Key, tmp_path: Path) -> None:
     least, most = spec.limits(key.section, key.field.name)
     for name in key.names:
+        # A key without its unit in the name takes no plain number.
+        unit = "ms" if key.field.name.endswith(("_ms", "_ms_max")) and name != key.field.name else ""
         for value in (least, most):
-            loaded = load(tmp_path, with_value(key, name, value))
+            loaded = load(tmp_path, with_value(key, name, f"{value}{unit}" if unit else value))
             holder = getattr(loaded, key.section) if key.section else loaded
             assert getattr(holder, key.field.name) == value
         for value in (least - 1, most + 1):
             with pytest.raises(SpecError, match=name):
-                load(tmp_path, with_value(key, name, value))
+                load(tmp_path, with_value(key, name, f"{value}{unit}" if unit else value))
 
 
 def test_defaults_of_the_docstrings_are_those_of_the_code() -> None:
@@ -242,8 +244,9 @@ def test_every_variable_of_the_environment_is_named() -> None:
     assert named == found
 
 
-def test_units_of_the_spec_page_are_taken() -> None:
-    page = by_hand(BY_NAME["spec.md"])
+@pytest.mark.parametrize("name", ["spec.md", "spark.md"])
+def test_units_of_the_pages_are_taken(name: str) -> None:
+    page = by_hand(BY_NAME[name])
     sizes, times = (
         re.search(rf"\*\*{what}\*\* is a number with (.+?): `", page, re.DOTALL) for what in ("size", "time")
     )
@@ -254,7 +257,7 @@ def test_units_of_the_spec_page_are_taken() -> None:
         *(2**10, 2**20, 2**30, 2**40),
     ]
     assert [parse_duration_ms(f"1{unit}") for unit in re.findall(r"`(\w+)`", times[1])] == [
-        *(1, 1_000, 60_000, 60_000, 3_600_000)
+        *(1, 1_000, 60_000, 60_000, 3_600_000, 86_400_000)
     ]
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import io
 import re
 from collections.abc import Iterator
 
 from shuffle import cli, errors
+from shuffle.support import exit_codes
 from tools.reference import text
 
 
@@ -130,14 +129,14 @@ def _examples(epilog: str) -> list[str]:
 
 
 def _exit_codes() -> str:
-    docs = text.attribute_docs(cli)
+    docs = text.attribute_docs(exit_codes)
     rows = [("0", "Done. `shuffle run --until-drained` ends so once all input that is there has been committed.")]
-    for name in sorted((name for name in vars(cli) if name.startswith("EXIT_")), key=lambda name: getattr(cli, name)):
-        rows.append((str(getattr(cli, name)), text.markdown(docs[name])))
+    codes = {name: int(value) for name, value in vars(exit_codes).items() if name.startswith("EXIT_")}
+    for name, code in sorted(codes.items(), key=lambda entry: entry[1]):
+        rows.append((str(code), text.markdown(docs[name])))
     return text.table(("exit code", "meaning"), rows)
 
 
 def exit_code(error: type[errors.ShuffleError]) -> int:
     """With what the command ends after this error: asked of the function that decides it."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        return cli.report(error("an error"))
+    return exit_codes.exit_code_of(error("an error"))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from shuffle import errors, limits
 from shuffle.statestore.codec import check_parser, schema
 from shuffle.statestore.engine import leases
+from shuffle.support import units
 from tools.reference import text
 from tools.reference.command import exit_code
 
@@ -46,7 +47,7 @@ def _limits() -> str:
 
 def _shown(name: str, value: int | float) -> str:
     if "_BYTES_" in name:
-        return text.size(int(value))
+        return units.exact_size(int(value))
     if "_MS_" in name:
-        return text.duration(int(value))
+        return units.exact_duration(int(value))
     return f"{value:g} s" if "_S_" in name else f"{value:,}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shuffle.spec import config, spec_file
+from shuffle.support import units
 from tools.reference import text
 
 EXAMPLE_VALUES = {
@@ -159,8 +160,8 @@ def _allowed(section: str, name: str, reader: Any) -> str:
 
 def _number(value: int, reader: Any) -> str:
     if reader is spec_file._SIZE:
-        return text.size(value)
-    return text.duration(value) if reader is spec_file._DURATION else f"{value:,}"
+        return units.exact_size(value)
+    return units.exact_duration(value) if reader is spec_file._DURATION else f"{value:,}"
 
 
 def _default(field: dataclasses.Field[Any], reader: Any, said: str | None, needed: bool) -> str:

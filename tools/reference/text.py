@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-from shuffle.limits import GIB, KIB, MIB
-
 _DEFAULT = re.compile(r"\s*Default: (?P<default>.+?)\.?\s*$", re.DOTALL)
 _CODE = re.compile(r"``(.+?)``")
 _SIGNATURE_CHARS_MAX = 100
@@ -96,22 +94,6 @@ def either(choices: Sequence[str]) -> str:
     """`a`, `b` or `c`."""
     shown = [code(choice) for choice in choices]
     return " or ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else shown[0]
-
-
-def size(count: int) -> str:
-    """Bytes in the largest unit that has no fraction."""
-    for unit, name in ((1024 * GIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if count >= unit and count % unit == 0:
-            return f"{count // unit} {name}"
-    return f"{count:,} B"
-
-
-def duration(count_ms: int) -> str:
-    """Milliseconds in the largest unit that has no fraction."""
-    for unit, name in ((3_600_000, "h"), (60_000, "min"), (1_000, "s")):
-        if count_ms >= unit and count_ms % unit == 0:
-            return f"{count_ms // unit} {name}"
-    return f"{count_ms} ms"
 
 
 def signature(name: str, function: Any, skip_self: bool = True) -> str:

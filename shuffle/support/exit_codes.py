@@ -1,0 +1,35 @@
+"""How a command or a worker of this project ends: with one of these exit codes, and after an error with one line.
+
+Whoever starts such a process (``shuffle.run.supervisor``, a service manager, a person) can tell from the code whether
+trying again may help.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from shuffle.errors import BadInput, SpecError, UserCodeError
+
+EXIT_FAILED = 1
+"""It failed; the line after ``error:`` on stderr says why."""
+EXIT_SPEC = 2
+"""The spec, the arguments or other input were wrong: nothing was changed, and trying again will not help."""
+EXIT_USER_CODE = 3
+"""An exception in the user's map or reduce."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C ended it."""
+EXIT_BROKEN_PIPE = 141
+"""Whoever read the output has left, as ``| head`` does."""
+
+
+def exit_code_of(error: Exception) -> int:
+    """The exit code of a process that ends because of ``error``."""
+    if isinstance(error, UserCodeError):
+        return EXIT_USER_CODE
+    return EXIT_SPEC if isinstance(error, SpecError | BadInput) else EXIT_FAILED
+
+
+def report(error: Exception) -> int:
+    """Prints ``error: …`` on stderr and returns the exit code for ``error``: the last thing a process does."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    return exit_code_of(error)

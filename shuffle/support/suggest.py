@@ -1,0 +1,22 @@
+"""The end of an error message about a name that is not known: the known name that was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+LIKENESS_MIN = 0.6
+"""How much alike two names must be (``difflib``, 0 to 1) for one to be suggested for the other: as much as a word of
+four letters and the same word with one slip in it. Below that, suggestions are as often wrong as right."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Of the names in ``known`` the one most like ``word``; None if none is like it."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=LIKENESS_MIN)
+    return near[0] if near else None
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """``; did you mean 'x'?`` with the known name most like ``word``; if none is like it, ``otherwise``."""
+    near = nearest(word, known)
+    return otherwise if near is None else f"; did you mean {near!r}?"

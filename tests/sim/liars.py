@@ -27,8 +27,15 @@ SHARE = 0.3
 
 SHARE_WITH_STRAGGLERS = 0.5
 
+COUNTS, COUNTS_WITH_STRAGGLERS = (1, 3, 6), (6, 10, 14)
+"""How many liars a seed has. The moments in which a lie about spilled rows could do harm are short."""
+
 SPILLED_SHARE = 0.7
 """Of the lies to a mapper that has spilled rows: those in the name of a reducer that they are for."""
+
+KINDS_OF_LIES = ("served", "served", "beyond", "mapped", "huge", "on", "ahead", "other processor")
+KINDS_OF_LIES_ABOUT_SPILLS = ("served", "on", "on", "on", "beyond", "mapped")
+"""Spilled rows wait for a reducer that is away, so that nobody but a liar has them served."""
 
 ANSWER_S_MAX = 0.3
 
@@ -43,6 +50,7 @@ class Liars:
         self._rng = Random(f"{seed}/liars")
         share = SHARE_WITH_STRAGGLERS if profiles.current() == profiles.STRAGGLERS else SHARE
         self.is_on = self._rng.random() < share
+        self._counts = COUNTS_WITH_STRAGGLERS if profiles.current() == profiles.STRAGGLERS else COUNTS
         self._told: dict[tuple[int, int], int] = {}
 
     def faults(self, made: list[Fault]) -> list[Fault]:
@@ -58,7 +66,7 @@ class Liars:
                 rng.random(),
                 rng.random(),
             )
-            for number in range(len(made), len(made) + rng.choice([1, 3, 6]))
+            for number in range(len(made), len(made) + rng.choice(self._counts))
         ]
         return sorted([*made, *more], key=lambda fault: (fault.at_us, fault.number))
 
@@ -100,12 +108,14 @@ def _lie_again_and_again(simulation: Simulation, rng: Random) -> None:
 def _lie(simulation: Simulation, core: Any, rng: Random) -> bytes:
     reducer = rng.randrange(core.reducer_count)
     spilled = [int(one) for one, spill in core.spilling.spills.items() if not spill.is_empty]
+    kinds = KINDS_OF_LIES
     if spilled and rng.random() < SPILLED_SHARE:
         reducer = rng.choice(spilled)
+        kinds = KINDS_OF_LIES_ABOUT_SPILLS
     bucket = core.buckets[reducer]
     believed = int(max(bucket.committed, bucket.dropped))
     last = int(core.next_shuffle_index) - 1
-    kind = rng.choice(["served", "served", "beyond", "mapped", "huge", "on", "ahead", "other processor"])
+    kind = rng.choice(kinds)
     committed = {
         "served": int(bucket.served),
         "beyond": int(bucket.served) + rng.randint(1, 6),

@@ -34,7 +34,7 @@ TRANSACTION_APPENDS_MAX = 65_536
 SECTIONS_BYTES_MAX = 64 * MIB
 """What a commit is made of, as JSON: as many appends as there may be, each with a producer of the longest name."""
 
-ANSWER_HEADER_BYTES_MAX = 4 * MIB
+RESPONSE_HEADER_BYTES_MAX = 4 * MIB
 """The largest is that of a commit with as many appends as there may be: 42 bytes for each."""
 
 WORKER_ANSWER_S_MAX = 6.0

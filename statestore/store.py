@@ -7,7 +7,7 @@ Arrow tables, read-your-writes) is above this line, in ``client`` and ``transact
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,16 +32,14 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class QueueRead:
-    """Records of a queue as they stand in their segment file."""
+    """Neighbouring rows of one partition of a queue, as whole batches."""
 
-    file: str
-    offset: int
-    """Of the first record in the file."""
-    records: Sequence[pa.Buffer]
-    segment_begin: int
-    """The position of the segment's row 0: records count their rows from there."""
+    batches: Iterable[tuple[int, pa.RecordBatch]]
+    """The batches in their order, each with the position of its first row. The first may begin before the position that
+    was asked for, and the last may end after the rows that were asked for. They may be decoded while they are gone
+    through, which is done once."""
     end: int
-    """The position after the last row of the records."""
+    """The position after the last row of the last batch."""
 
 
 class Store(Protocol):
@@ -100,8 +98,10 @@ class Store(Protocol):
     def bounds(self, queue_id: int) -> list[tuple[int, int]]: ...
 
     def read(
-        self, queue_id: int, partition: int, begin: int, max_rows: int, max_bytes: int, wait_ms: int
-    ) -> QueueRead | None: ...
+        self, queue: QueueSchema, partition: int, begin: int, max_rows: int, max_bytes: int, wait_ms: int
+    ) -> QueueRead | None:
+        """Rows from the position ``begin`` on; None when none came within ``wait_ms``."""
+        ...
 
     # leases
 

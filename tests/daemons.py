@@ -9,7 +9,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -60,19 +60,18 @@ class StoreProcess:
         listen: str = "127.0.0.1:0",
         disk_reserve_bytes: int | None = None,
         changed: Mapping[str, float] | None = None,
-        advertise: str | None = None,
+        options: Sequence[str] = (),
     ) -> None:
         """``disk_reserve_bytes`` makes a large disk a small one, for where none can be mounted; ``changed`` are other
-        constants of the store, by their full names, that are too large for a test."""
+        constants of the store, by their full names, that are too large for a test; ``options`` go to the command."""
         self.path = path
         constants = dict(changed or {})
         if disk_reserve_bytes is not None:
             constants["shuffle.statestore.engine.engine.DISK_RESERVE_BYTES"] = disk_reserve_bytes
         program = ["-c", _CHANGED, json.dumps(constants)] if constants else ["-m", "statestore"]
         self._errors = (path.parent / f"{path.name}.stderr").open("w+")
-        options = ["--path", str(path), "--listen", listen, *(["--advertise", advertise] if advertise else [])]
         self._process = subprocess.Popen(
-            [sys.executable, *program, *options],
+            [sys.executable, *program, "--path", str(path), "--listen", listen, *options],
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,

@@ -181,7 +181,13 @@ class Controller:
                 with served_store(self._given, self._supervisor, logs) as spec:  # 1
                     os.environ[STATE_ENVIRONMENT] = spec.state
                     if self._given.state_folder is not None and not self._supervisor.children:
-                        self._keeper = StoreKeeper(self._given.state_folder, spec.state, self._supervisor, logs)
+                        self._keeper = StoreKeeper(
+                            self._given.state_folder,
+                            spec.state,
+                            self._supervisor,
+                            logs,
+                            spec.store_metrics_port(),
+                        )
                     with opened(spec) as client:
                         self._run_processor(spec, client, logs)
             finally:

@@ -61,7 +61,7 @@ def served_store(spec: ProcessorSpec, supervisor: Supervisor, logs: Path) -> Ite
         address = answering_address(folder)
         if address is None:
             listen = ["127.0.0.1:0"]
-            child = supervisor.add(_store_child(folder, listen, logs))
+            child = supervisor.add(_store_child(folder, listen, logs, spec.store_metrics_port()))
             with told(f"the state store in {folder} to start ({STORE_START_S_MAX:.0f} s)"):
                 address = _wait_for_store(child, folder)
             listen[0] = Endpoint.parse(address).target  # A restarted store must be found where it was.
@@ -70,12 +70,13 @@ def served_store(spec: ProcessorSpec, supervisor: Supervisor, logs: Path) -> Ite
         supervisor.stop([child for child in supervisor.children if child.module == STORE_MODULE])
 
 
-def _store_child(folder: Path, listen: list[str], logs: Path) -> Child:
+def _store_child(folder: Path, listen: list[str], logs: Path, metrics_port: int | None) -> Child:
     """``listen`` is one address, asked for at each start."""
+    metrics = [] if metrics_port is None else ["--metrics", f"127.0.0.1:{metrics_port}"]
     return Child(
         STORE_MODULE,
         STORE_MODULE,
-        lambda: ["--path", os.fspath(folder), "--listen", listen[0]],
+        lambda: ["--path", os.fspath(folder), "--listen", listen[0], *metrics],
         logs / "statestore.log",
     )
 
@@ -92,6 +93,7 @@ class StoreKeeper:
     address: str
     supervisor: Supervisor
     logs: Path
+    metrics_port: int | None = None
     child: Child | None = None
     gone_since_s: float | None = None
 
@@ -110,7 +112,7 @@ class StoreKeeper:
         if now_s - self.gone_since_s < STORE_GONE_S:
             return False
         listen = [Endpoint.parse(self.address).target]
-        self.child = self.supervisor.add(_store_child(self.folder, listen, self.logs), now_s)
+        self.child = self.supervisor.add(_store_child(self.folder, listen, self.logs, self.metrics_port), now_s)
         return True
 
 

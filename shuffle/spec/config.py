@@ -176,7 +176,8 @@ class ProcessorSpec:
     """Milliseconds after which a worker that is not heard of is no longer listed. Default: 5,000."""
     metrics: bool | int = True
     """Whether each worker serves Prometheus metrics over HTTP: ``false`` is not at all, ``true`` on any free port, and
-    a number is the first port of a range in which reducers come before mappers. Default: true."""
+    a number is the first port of a range in which reducers come before mappers; a store that ``shuffle run`` starts has
+    the port before the first. Default: true."""
     path: Path = Path("<none>")
     """The file this was read from."""
     lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
@@ -221,6 +222,12 @@ class ProcessorSpec:
         if isinstance(self.metrics, bool):
             return 0 if self.metrics else None
         return self.metrics + index + (self.reducer.count if role == "mapper" else 0)
+
+    def store_metrics_port(self) -> int | None:
+        """The port that a store started for this processor serves its metrics on: None for not at all, 0 for any."""
+        if isinstance(self.metrics, bool):
+            return 0 if self.metrics else None
+        return self.metrics - 1
 
     def open_state(self) -> StateClient:
         """A client of this processor's store; for a folder that a daemon serves, of that daemon."""

@@ -177,9 +177,9 @@ def _metrics(file: _File, place: str, node: Node) -> bool | int | None:
         return None
     if text.lower() in _FLAGS:
         return _FLAGS[text.lower()]
-    if text.isdecimal() and len(text) <= 5 and 1024 <= int(text) <= 60_000:
+    if text.isdecimal() and len(text) <= 5 and 1025 <= int(text) <= 60_000:
         return int(text)
-    file.note(place, node, f"{quoted(text)} is neither true, false nor a port from 1024 to 60000")
+    file.note(place, node, f"{quoted(text)} is neither true, false nor a port from 1025 to 60000")
     return None
 
 

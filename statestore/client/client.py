@@ -20,11 +20,10 @@ from shuffle.statestore.client.transaction import Snapshot, Transaction, encoded
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.codec.sorted_table import Bound, Table
 from shuffle.statestore.engine.leases import Member
-from shuffle.statestore.engine.segment import decode_batch
 from shuffle.statestore.engine.staged import STAGED_TTL_MS_DEFAULT
 from shuffle.statestore.local.store_folder import folder_path, served_at
 from shuffle.statestore.request import Append, CommitRequest, CreateQueue, CreateTable, Drop, Trim
-from shuffle.statestore.store import Moment, QueueRead, Store
+from shuffle.statestore.store import Moment, Store
 from shuffle.statestore.wire.operations import check_section
 from shuffle.support.fields import whole
 from shuffle.support.suggest import did_you_mean
@@ -48,16 +47,20 @@ class StateClient:
         """Named groups of members that are alive."""
 
     @staticmethod
-    def connect(address: str, timeout_s: float | None = None, local_files: bool = True) -> StateClient:
+    def connect(
+        address: str, timeout_s: float | None = None, local_files: bool = True, lane: bool | None = None
+    ) -> StateClient:
         """A client of the daemon at ``grpc://host:port``. Raises ``StoreUnavailable`` if it does not answer.
 
         ``timeout_s`` is how many seconds a call waits for its answer, 30 by default.
         On the daemon's machine the rows of queues are read from its files, where this process may read them; without
         ``local_files`` they come over the wire, as they do from another machine.
+        Small requests go over the daemon's lane, plain sockets of their own; with ``lane=False``, or
+        ``SHUFFLE_STORE_LANE=off`` in the environment, everything goes over Arrow Flight.
         """
         from shuffle.statestore.remote.remote import RemoteStore
 
-        return StateClient(RemoteStore(address, timeout_s=timeout_s, local_files=local_files))
+        return StateClient(RemoteStore(address, timeout_s=timeout_s, local_files=local_files, lane=lane))
 
     @staticmethod
     def open(folder: str | os.PathLike[str], timeout_s: float | None = None) -> StateClient:
@@ -384,31 +387,23 @@ class Queue:
             wanted = max_rows - (position - begin)
             with self._noticing():
                 found = self._store.read(
-                    self.queue_id, partition, position, wanted, max_bytes - size_bytes, 0 if batches else wait_ms
+                    self._description, partition, position, wanted, max_bytes - size_bytes, 0 if batches else wait_ms
                 )
             if found is None:
                 break
-            for batch in self._decoded(found, position, wanted):
+            for first, batch in found.batches:
+                batch = batch.slice(max(position - first, 0), max_rows - (position - begin))
                 cut = _within(batch, max_bytes - size_bytes, at_least_one=not batches)
                 if not cut.num_rows:
                     return pa.Table.from_batches(batches, self.schema), position
                 batches.append(cut)
                 position += cut.num_rows
                 size_bytes += cut.nbytes
+                if cut.num_rows < batch.num_rows:
+                    break  # What follows in this answer does not follow these rows.
             if one_answer:
                 break
         return pa.Table.from_batches(batches, self.schema), position
-
-    def _decoded(self, found: QueueRead, begin: int, max_rows: int) -> Iterable[pa.RecordBatch]:
-        offset = found.offset
-        for record in found.records:
-            head, batch = decode_batch(record, self.schema, found.file, offset)
-            first = found.segment_begin + head.first_row
-            batch = batch.slice(max(begin - first, 0), max_rows)
-            yield batch
-            begin += batch.num_rows
-            max_rows -= batch.num_rows
-            offset += record.size
 
     def trim(self, partition: int, index: int) -> None:
         """Give up the rows below the position ``index`` for good; whole files are freed."""

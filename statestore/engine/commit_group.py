@@ -56,6 +56,10 @@ class Group:
     unused: list[str] = field(default_factory=list)
     """Files that nothing refers to once the group is durable."""
     table_bytes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    appended_rows: int = 0
+    """How many rows the group has added to queues, known once it is applied."""
+    appended_bytes: int = 0
+    """How many bytes the group has written to segments, known once it is applied."""
     room_bytes: int = 0
     """What the group may write before the disk is too full."""
     size_bytes: int = 0

@@ -355,6 +355,8 @@ class Engine:
             before = {segment.name for segment in self.partitions[queue_id, index].segments[:-1]}
             written = sum(len(part) for write in plan.file_writes() for part in write.parts)
             self.queue_bytes[queue_id] = self.queue_bytes.get(queue_id, 0) + written
+            group.appended_rows += plan.end - self.partitions[queue_id, index].end
+            group.appended_bytes += written
             plan.apply()
             for segment in self.partitions[queue_id, index].segments[:-1]:
                 if segment.name not in before:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -128,6 +128,20 @@ def decode_batch(record: pa.Buffer, schema: pa.Schema, file: str, offset: int) -
             offset=offset,
         )
     return head, decode_payload(record.slice(RECORD_HEAD_BYTES, head.payload_bytes), schema)
+
+
+def decode_records(
+    records: Sequence[pa.Buffer], schema: pa.Schema, file: str, offset: int, segment_begin: int
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The rows of neighbouring records, each record with the position of its first row.
+
+    Each is checked and decoded when it is asked for: whoever needs no more of them does not pay for the rest.
+    ``segment_begin`` is the position of the segment's row 0, from which records count their rows.
+    """
+    for record in records:
+        head, batch = decode_batch(record, schema, file, offset)
+        yield segment_begin + head.first_row, batch
+        offset += record.size
 
 
 def decode_payload(payload: pa.Buffer | pa.ipc.Message, schema: pa.Schema) -> pa.RecordBatch:

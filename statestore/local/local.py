@@ -34,6 +34,7 @@ from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.engine.catalogue import QueueEntry, TableEntry
 from shuffle.statestore.engine.commit_group import Group, Span
 from shuffle.statestore.engine.leases import Member
+from shuffle.statestore.engine.segment import decode_records
 from shuffle.statestore.engine.storage import KeyView
 from shuffle.statestore.local.commit_queue import Awaited, CommitQueue, Pending
 from shuffle.statestore.local.lease_service import WatchedLeases
@@ -85,6 +86,8 @@ class LocalStore:
         self.on_failure: Callable[[ShuffleError], None] = lambda error: None
         """Told when the store cannot be used any more. A daemon ends then; a user's own process is left alone, and
         every call raises the error."""
+        self.on_group: Callable[[Group, float], None] | None = None
+        """Called by the writer after each group that is durable, with the seconds it took to write and sync it."""
         self._writer = start_vital(self._write_groups, "store-writer", self.fail)
 
     # --- the catalogue ---
@@ -258,6 +261,7 @@ class LocalStore:
             for pending in waiting:
                 pending.finish(refusal)
             return
+        begin_s = time.monotonic()
         try:
             self._engine.persist(group)
             if group.changed:
@@ -266,10 +270,13 @@ class LocalStore:
         except ShuffleError as error:
             self._answer_failed(waiting, group, error)
             return
+        sync_s = time.monotonic() - begin_s
         unused = self._publish(group)
         crash_points.reach("store.before_answer")
         for pending, answer in zip(waiting, group.answers, strict=True):
             pending.finish(answer)
+        if self.on_group is not None:
+            self.on_group(group, sync_s)
         self._remove_files(unused)
 
     def _publish(self, group: Group) -> list[str]:
@@ -331,17 +338,18 @@ class LocalStore:
             return self._engine.bounds(queue_id)
 
     def read(
-        self, queue_id: int, partition: int, begin: int, max_rows: int, max_bytes: int, wait_ms: int
+        self, queue: QueueSchema, partition: int, begin: int, max_rows: int, max_bytes: int, wait_ms: int
     ) -> QueueRead | None:
-        span = self.locate(queue_id, partition, begin, max_rows, max_bytes, wait_ms)
+        span = self.locate(queue.queue_id, partition, begin, max_rows, max_bytes, wait_ms)
         if span is None:
             return None
         file = self._disk.path(span.file)
         try:
-            records = map_range(file, span.offset, span.size_bytes)
+            mapped = map_range(file, span.offset, span.size_bytes)
         except FileNotFoundError:
-            raise self.missing(file, queue_id, partition, begin) from None
-        return QueueRead(str(file), span.offset, span.split(records), span.segment_begin, span.end)
+            raise self.missing(file, queue.queue_id, partition, begin) from None
+        records = span.split(mapped)
+        return QueueRead(decode_records(records, queue.schema, str(file), span.offset, span.segment_begin), span.end)
 
     def missing(self, file: Path, queue_id: int, partition: int, begin: int) -> ShuffleError:
         """Why there is no ``file``, where the row ``begin`` was a moment ago: trimmed since, or lost."""

@@ -175,6 +175,23 @@ def map_range(path: Path, offset: int, size_bytes: int) -> pa.Buffer:
     return pa.py_buffer(mapped).slice(skipped, size_bytes)
 
 
+def read_range(path: Path, offset: int, size_bytes: int) -> pa.Buffer:
+    """Bytes of a file, copied; fewer than asked for if it is shorter.
+
+    For whoever hands them to a library that reads them in this process: a page of a mapping that is gone, because the
+    file was cut or the disk fails, would end the process there.
+    """
+    buffer = pa.allocate_buffer(size_bytes)
+    view, at = memoryview(buffer).cast("B"), 0
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while at < size_bytes and (count := os.preadv(descriptor, [view[at:]], offset + at)):
+            at += count
+    finally:
+        os.close(descriptor)
+    return buffer.slice(0, at)
+
+
 @contextlib.contextmanager
 def _as_store_error(name: str) -> Iterator[None]:
     try:

@@ -1,7 +1,7 @@
 """The client's end of the control plane: its methods as Flight actions.
 
 The daemon's control plane is a gRPC service, for tools, probes and clients in any language. Arrow Flight is gRPC too,
-so the library that carries the rows can ask it as well. Python's own gRPC library would be another copy of all that in
+so the library that carries the rows can call it as well. Python's own gRPC library would be another copy of all that in
 each worker: 20 MB of memory.
 """
 
@@ -55,7 +55,7 @@ class ControlClient:
             raise BadInput(f"not a request that {method} understands: {error}") from None
         if self._unreachable:
             self._reconnect()
-        return self._ask(self._client, method, body, timeout_s)
+        return self._send(self._client, method, body, timeout_s)
 
     def _reconnect(self) -> None:
         """On a new connection: the old one refuses calls until its back-off is over, though the daemon may be back."""
@@ -63,7 +63,7 @@ class ControlClient:
         while True:
             client = flight.connect(self._address)
             try:
-                self._ask(client, "Info", b"{}", RECONNECT_S_MAX)
+                self._send(client, "Info", b"{}", RECONNECT_S_MAX)
             except StoreUnavailable:
                 if time.monotonic() >= deadline_s or self._closed.wait(RECONNECT_PAUSE_S):
                     raise
@@ -71,14 +71,14 @@ class ControlClient:
                 self._client, self._unreachable = client, False
                 return
 
-    def _ask(self, client: Any, method: str, body: bytes, timeout_s: float) -> dict[str, Any]:
+    def _send(self, client: Any, method: str, body: bytes, timeout_s: float) -> dict[str, Any]:
         if self._closed.is_set():
             raise StoreUnavailable("the client is closed", address=self._address)
         try:
-            answer = flight.do_action(
+            response = flight.do_action(
                 client, method, body, who=f"the state store at {self._address}", timeout_s=timeout_s
             )
-            found: dict[str, Any] = json.loads(answer)
+            found: dict[str, Any] = json.loads(response)
             return found
         except StoreUnavailable as error:
             self._unreachable = True

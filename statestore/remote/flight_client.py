@@ -1,4 +1,4 @@
-"""The client's end of the exchange: a pool of open streams, one question at a time on each, every wait bounded."""
+"""The client's end of the Flight exchange: a pool of streams, one request at a time on each, every wait bounded."""
 
 from __future__ import annotations
 
@@ -11,42 +11,28 @@ from typing import Any
 import pyarrow as pa
 
 from shuffle.errors import BadInput, ShuffleError, StoreUnavailable, TooBusy, from_wire
-from shuffle.limits import ANSWER_HEADER_BYTES_MAX
+from shuffle.limits import RESPONSE_HEADER_BYTES_MAX
+from shuffle.statestore.remote.transport import NothingSent, OnHeader, Response, words_of
 from shuffle.statestore.wire.messages import (
     EXCHANGE,
     FRAME,
     Header,
     Rows,
+    as_buffers,
     check_rows,
     decode_header,
     encode_header,
     frame,
     rows_in,
 )
-from shuffle.statestore.wire.operations import check_answer
+from shuffle.statestore.wire.operations import check_response
 from shuffle.support import flight
 from shuffle.support.vital_threads import OnDeath, start_vital
-
-Answer = tuple[Header, Rows | None]
 
 POOL_MAX = 64
 """Idle streams kept; each is a thread at the daemon."""
 
-WORDS_CHARS_MAX = 200
-"""Of a cause that is named in another error's message: Flight's are pages long."""
-
 _WATCH_PERIOD_S = 0.25
-
-
-class NothingSent(Exception):
-    """The question did not reach the store as a whole, so asking it again is safe."""
-
-
-def words_of(error: BaseException) -> str:
-    """What was wrong, in a few words, for the end of a sentence about it."""
-    text = getattr(error, "strerror", None) or flight.words_of(error)
-    told = text.splitlines()[0][:WORDS_CHARS_MAX] if text else ""
-    return told or type(error).__name__
 
 
 class _Stream:
@@ -55,18 +41,18 @@ class _Stream:
         self._writer, self._reader = client.do_exchange(descriptor)
         self._writer.begin(FRAME)
 
-    def ask(self, operation: str, header: bytes, batch: pa.RecordBatch | None) -> Answer:
+    def send(self, operation: str, header: bytes, batch: pa.RecordBatch | None) -> Response:
         if batch is None:
             self._writer.write_metadata(header)
         else:
             self._writer.write_with_metadata(batch, header)
         chunk = self._reader.read_chunk()
         metadata = None if chunk.app_metadata is None else chunk.app_metadata.to_pybytes()
-        answer = decode_header(metadata, ANSWER_HEADER_BYTES_MAX)
-        check_answer(operation, answer)
+        response = decode_header(metadata, RESPONSE_HEADER_BYTES_MAX)
+        check_response(operation, response)
         if chunk.data is not None:
             check_rows(chunk.data)
-        return answer, rows_in(chunk.data)
+        return response, rows_in(chunk.data)
 
     def cancel(self) -> None:
         self._reader.cancel()
@@ -78,35 +64,40 @@ class _Stream:
             self._writer.close()
 
 
-class StreamPool:
-    """Streams to one daemon. A stream that broke is thrown away; the next question opens another."""
+class FlightClient:
+    """A ``Transport`` over streams to one daemon. One that broke is thrown away; the next request opens another."""
 
     def __init__(self, connect: Callable[[], Any], who: str, on_death: OnDeath) -> None:
-        """``on_death``: see ``vital_threads``. Without the thread behind it, the wait for an answer has no end."""
+        """``on_death``: see ``vital_threads``. Without the thread behind it, the wait for a response has no end."""
         self._connect = connect
         self._who = who
         self._lock = threading.Lock()
         self._client: Any = None
         self._idle: list[_Stream] = []
-        self._asking: dict[_Stream, float] = {}
+        self._in_use: dict[_Stream, float] = {}
         self._closed = threading.Event()
         self._watchdog = start_vital(self._watch, "store-deadlines", on_death)
 
-    def ask(self, header: Header, rows: Rows | None, timeout_s: float) -> Answer:
-        """The answer to one question.
+    def read(self, header: Header, timeout_s: float, on_header: OnHeader) -> tuple[Header, pa.Buffer | None]:
+        response, rows = self.send(header, None, timeout_s)
+        if "bytes" not in response:
+            return response, None
+        on_header(response)
+        pieces = [] if rows is None else as_buffers(rows[1])
+        if len(pieces) != 1 or pieces[0].size != response["bytes"]:
+            raise StoreUnavailable(f"the state store at {self._who} sent other rows than it said", address=self._who)
+        return response, _aligned(pieces[0])
 
-        Raises the store's own error, ``StoreUnavailable`` when it broke off on the way, or ``NothingSent`` (from it)
-        when the store could not even be asked.
-        """
+    def send(self, header: Header, rows: Rows | None, timeout_s: float) -> Response:
         stream = self._take()
         encoded, batch = encode_header(header), None if rows is None else frame(*rows)
         with self._lock:
-            self._asking[stream] = time.monotonic() + timeout_s
+            self._in_use[stream] = time.monotonic() + timeout_s
         try:
-            answer, found = stream.ask(header["op"], encoded, batch)
+            response, found = stream.send(header["op"], encoded, batch)
         except BaseException as error:
             self._finished(stream, alive=False)
-            # An answer that is none (``BadInput``) leaves open what has happened, as one that never came.
+            # A response that is none (``BadInput``) leaves open what has happened, as one that never came.
             if not isinstance(error, Exception) or (
                 isinstance(error, ShuffleError) and not isinstance(error, BadInput)
             ):
@@ -119,14 +110,14 @@ class StreamPool:
                 address=self._who,
             ) from error
         self._finished(stream, alive=True)
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        return answer, found
+        if "error" in response:
+            raise from_wire(response["error"])
+        return response, found
 
     def close(self) -> None:
         self._closed.set()
         with self._lock:
-            streams, self._idle = self._idle + list(self._asking), []
+            streams, self._idle = self._idle + list(self._in_use), []
             client, self._client = self._client, None
         for stream in streams:
             stream.close()
@@ -154,7 +145,7 @@ class StreamPool:
 
     def _finished(self, stream: _Stream, alive: bool) -> None:
         with self._lock:
-            self._asking.pop(stream, None)
+            self._in_use.pop(stream, None)
             if alive and len(self._idle) < POOL_MAX and not self._closed.is_set():
                 self._idle.append(stream)
                 return
@@ -170,7 +161,15 @@ class StreamPool:
         while not self._closed.wait(_WATCH_PERIOD_S):
             now = time.monotonic()
             with self._lock:
-                overdue = [stream for stream, deadline in self._asking.items() if deadline < now]
+                overdue = [stream for stream, deadline in self._in_use.items() if deadline < now]
             for stream in overdue:
                 with contextlib.suppress(Exception):
                     stream.cancel()
+
+
+def _aligned(data: pa.Buffer) -> pa.Buffer:
+    """The records, each of which begins at a multiple of 8 bytes in memory as it does in its file.
+
+    gRPC puts a message wherever it likes, and some of what computes on columns insists on this.
+    """
+    return data if data.address % 8 == 0 else pa.py_buffer(data.to_pybytes())

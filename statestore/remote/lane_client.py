@@ -1,4 +1,4 @@
-"""The client's end of the lane: a pool of connections, one question at a time on each, every wait bounded."""
+"""The client's end of the lane: a pool of connections, one request at a time on each, every wait bounded."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from shuffle.errors import BadInput, StoreUnavailable, from_wire
-from shuffle.limits import ANSWER_HEADER_BYTES_MAX, BATCH_BYTES_MAX, KIB, MIB
-from shuffle.statestore.remote.flight_client import Answer, NothingSent, words_of
+from shuffle.limits import BATCH_BYTES_MAX, KIB, MIB, RESPONSE_HEADER_BYTES_MAX
+from shuffle.statestore.remote.transport import NothingSent, OnHeader, Response, words_of
 from shuffle.statestore.wire.lane_frames import (
-    ANSWER_BYTES_MAX,
     GREETING,
+    RESPONSE_BYTES_MAX,
     decode_frame,
     encode_frame,
     frame_bytes,
@@ -25,7 +25,7 @@ from shuffle.statestore.wire.lane_frames import (
     send_at_once,
 )
 from shuffle.statestore.wire.messages import Header, Rows
-from shuffle.statestore.wire.operations import check_answer
+from shuffle.statestore.wire.operations import check_response
 
 POOL_MAX = 64
 """Idle connections kept."""
@@ -35,22 +35,20 @@ CONNECT_TIMEOUT_S = 5.0
 NO_ROOM_S = 1.0
 NO_ROOM_PAUSE_S = 0.02
 """A daemon with as many connections as it takes gives up one that nothing is asked on. Should all of them be busy, it
-refuses the next one, which is tried again for a moment: most answers are given within a millisecond."""
+refuses the next one, which is tried again for a moment: most responses are sent within a millisecond."""
 
 FOLLOWING_BYTES_MAX = 2 * BATCH_BYTES_MAX
-"""Bytes behind a frame. A read answers at least one record, and that is a batch and its head."""
+"""Maximum bytes behind a frame. A read gives at least one record, and that is a batch and its head."""
 
 _RECEIVE_BYTES = 64 * KIB
 _FOLLOWING_BYTES = 4 * MIB
 """Received at once of what follows a frame; in between the deadline is looked at."""
 _IDLE_S = 0.05
-"""After so long without a question, a connection is looked at before it is trusted with one."""
+"""After so long without a request, a connection is looked at before it is trusted with one."""
 
 
-OnHeader = Callable[[Header], None]
-
-_Answer = tuple[Header, Rows | None, pa.Buffer | None]
-"""With the bytes that follow it, if any do."""
+_Received = tuple[Header, Rows | None, pa.Buffer | None]
+"""A response with the bytes that follow it, if any do."""
 
 
 def _ignore(header: Header) -> None:
@@ -58,26 +56,26 @@ def _ignore(header: Header) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaneAddress:
     """Where a daemon's lane is."""
 
     host: str
     port: int
     local_name: str
-    """Of the socket for clients on its own machine; empty where there is none."""
+    """The name of the socket for clients on its own machine; empty where there is none."""
 
 
-def _connected(place: Place) -> socket.socket:
-    if place.local_name and sys.platform == "linux":
+def _connected(address: LaneAddress) -> socket.socket:
+    if address.local_name and sys.platform == "linux":
         sock = socket.socket(socket.AF_UNIX)
         try:
             sock.settimeout(CONNECT_TIMEOUT_S)
-            sock.connect(local_address(place.local_name))
+            sock.connect(local_address(address.local_name))
             return sock
         except OSError:
             # Another machine, or another container on this one.
             sock.close()
-    return socket.create_connection((place.host, place.port), CONNECT_TIMEOUT_S)
+    return socket.create_connection((address.host, address.port), CONNECT_TIMEOUT_S)
 
 
 class _NoRoom(ConnectionError):
@@ -85,8 +83,8 @@ class _NoRoom(ConnectionError):
 
 
 class _Connection:
-    def __init__(self, place: Place) -> None:
-        self._sock = _connected(place)
+    def __init__(self, address: LaneAddress) -> None:
+        self._sock = _connected(address)
         try:
             send_at_once(self._sock)
             if self._received(len(GREETING)) != GREETING:
@@ -111,35 +109,35 @@ class _Connection:
             pass
         return False
 
-    def ask(self, operation: str, question: bytes, timeout_s: float, on_header: OnHeader) -> _Answer:
-        """The answer's header and rows, and the bytes that follow them, if the header says so."""
+    def send(self, operation: str, request: bytes, timeout_s: float, on_header: OnHeader) -> _Received:
+        """The response's header and rows, and the bytes that follow them, if the header says so."""
         if timeout_s != self._timeout_s:
             self._set_timeout(timeout_s)
         deadline = time.monotonic() + timeout_s
         try:
-            self._sock.sendall(question)
+            self._sock.sendall(request)
         except OSError as error:
-            # The daemon does nothing about a part of a question.
-            raise NothingSent(f"the connection broke before the question was sent ({words_of(error)})") from error
+            # The daemon does nothing about a part of a request.
+            raise NothingSent(f"the connection broke before the request was sent ({words_of(error)})") from error
         data = self._sock.recv(_RECEIVE_BYTES)
         whole = frame_bytes(data)
         if whole is None or len(data) < whole:
             data, whole = self._rest(data, deadline)
-        header, rows = decode_frame(data[:whole], ANSWER_HEADER_BYTES_MAX)
-        check_answer(operation, header)
+        header, rows = decode_frame(data[:whole], RESPONSE_HEADER_BYTES_MAX)
+        check_response(operation, header)
         following = None
         if "bytes" in header:
             on_header(header)
             following = self._following(data[whole:], header["bytes"], deadline)
         elif len(data) > whole:
-            raise BadInput("more than one answer")
+            raise BadInput("more than one response")
         self._used_at = time.monotonic()
         return header, rows, following
 
     def _following(self, begin: bytes, size_bytes: int, deadline: float) -> pa.Buffer:
         """``size_bytes`` bytes, the first of which came with the frame."""
         if not len(begin) <= size_bytes <= FOLLOWING_BYTES_MAX:
-            raise BadInput(f"{size_bytes} bytes are to follow an answer, more than {FOLLOWING_BYTES_MAX} or too few")
+            raise BadInput(f"{size_bytes} bytes are to follow a response, more than {FOLLOWING_BYTES_MAX} or too few")
         buffer = pa.allocate_buffer(size_bytes)
         view = memoryview(buffer).cast("B")
         view[: len(begin)] = begin
@@ -159,8 +157,8 @@ class _Connection:
         data = bytearray(begin)
         while True:
             whole = frame_bytes(data)
-            if whole is not None and whole > ANSWER_BYTES_MAX:
-                raise BadInput(f"an answer of {whole} bytes, more than {ANSWER_BYTES_MAX}")
+            if whole is not None and whole > RESPONSE_BYTES_MAX:
+                raise BadInput(f"a response of {whole} bytes, more than {RESPONSE_BYTES_MAX}")
             if whole is not None and len(data) >= whole:
                 return bytes(data), whole
             if time.monotonic() > deadline:
@@ -184,7 +182,7 @@ class _Connection:
         self._timeout_s = timeout_s
 
     def hang_up(self) -> None:
-        """Ends the wait of a thread that has a question on it, too."""
+        """Ends the wait of a thread that has a request on it, too."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -192,39 +190,33 @@ class _Connection:
         self._sock.close()
 
 
-class SocketPool:
-    """Connections to one daemon. One that broke is thrown away; the next question makes another."""
+class LaneClient:
+    """A ``Transport`` over connections to one daemon. One that broke is thrown away; the next request makes another."""
 
-    def __init__(self, locate: Callable[[], Place], who: str) -> None:
-        """``locate`` tells where the daemon is now: after a restart it is elsewhere."""
+    def __init__(self, locate: Callable[[], LaneAddress], who: str) -> None:
+        """``locate`` tells where the daemon's lane is now: after a restart it is elsewhere."""
         self._locate = locate
         self._who = who
         self._idle: list[_Connection] = []
-        self._asking: set[_Connection] = set()
+        self._in_use: set[_Connection] = set()
         self._closed = False
 
-    def ask(self, header: Header, rows: Rows | None, timeout_s: float) -> Answer:
-        """The answer to one question.
+    def send(self, header: Header, rows: Rows | None, timeout_s: float) -> Response:
+        response, found, _ = self._send(header, rows, timeout_s, _ignore)
+        return response, found
 
-        Raises the store's own error, ``StoreUnavailable`` when it broke off on the way, or ``NothingSent`` when the
-        store could not even be asked.
-        """
-        answer, found, _ = self._ask(header, rows, timeout_s, _ignore)
-        return answer, found
+    def read(self, header: Header, timeout_s: float, on_header: OnHeader) -> tuple[Header, pa.Buffer | None]:
+        response, _, following = self._send(header, None, timeout_s, on_header)
+        return response, following
 
-    def ask_bytes(self, header: Header, timeout_s: float, on_header: OnHeader) -> tuple[Header, pa.Buffer | None]:
-        """The same for a question whose answer is a run of bytes, or None; ``on_header`` is called before they come."""
-        answer, _, following = self._ask(header, None, timeout_s, on_header)
-        return answer, following
-
-    def _ask(self, header: Header, rows: Rows | None, timeout_s: float, on_header: OnHeader) -> _Answer:
-        question = encode_frame(header, rows)
+    def _send(self, header: Header, rows: Rows | None, timeout_s: float, on_header: OnHeader) -> _Received:
+        request = encode_frame(header, rows)
         connection = self._take()
-        self._asking.add(connection)
+        self._in_use.add(connection)
         try:
-            answer, found, following = connection.ask(header["op"], question, timeout_s, on_header)
+            response, found, following = connection.send(header["op"], request, timeout_s, on_header)
         except BaseException as error:
-            self._asking.discard(connection)
+            self._in_use.discard(connection)
             connection.close()
             # The idle ones lead to the same daemon; if it was restarted they are as dead as this one.
             self._throw_away()
@@ -235,15 +227,15 @@ class SocketPool:
                 f"({words_of(error)})",
                 address=self._who,
             ) from error
-        self._asking.discard(connection)
+        self._in_use.discard(connection)
         self._keep(connection)
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        return answer, found, following
+        if "error" in response:
+            raise from_wire(response["error"])
+        return response, found, following
 
     def close(self) -> None:
         self._closed = True
-        for connection in list(self._asking):
+        for connection in list(self._in_use):
             connection.hang_up()
         self._throw_away()
 

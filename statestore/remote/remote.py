@@ -1,9 +1,10 @@
-"""The store behind a daemon: rows over the lane or Flight exchanges, everything else from its control plane."""
+"""The store behind a daemon: rows over a ``Transport``, everything else from its control plane."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,17 +19,16 @@ from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.engine.commit_group import Span
 from shuffle.statestore.engine.leases import Member
-from shuffle.statestore.engine.segment import split_records
 from shuffle.statestore.engine.sessions import SESSION_TTL_MS_DEFAULT
 from shuffle.statestore.local.segment_files import map_range
 from shuffle.statestore.local.store_folder import served_at
 from shuffle.statestore.remote.control_client import ControlClient, StoreInfo
-from shuffle.statestore.remote.flight_client import Answer, NothingSent, StreamPool
-from shuffle.statestore.remote.lane_client import Place, SocketPool
-from shuffle.statestore.remote.read_ahead import Question, ReadAhead
+from shuffle.statestore.remote.flight_client import FlightClient
+from shuffle.statestore.remote.lane_client import LaneAddress, LaneClient
+from shuffle.statestore.remote.read_ahead import ReadAhead
+from shuffle.statestore.remote.transport import NothingSent, ReadRequest, ReadResponse, Response, Transports
 from shuffle.statestore.request import CatalogueChange, CommitRequest, Committed, CreateQueue, CreateTable
 from shuffle.statestore.store import Moment, QueueRead
-from shuffle.statestore.wire.lane_frames import is_small
 from shuffle.statestore.wire.messages import Header, Rows, as_values, encode_commit, pack_sections, rows_of
 from shuffle.support import flight
 from shuffle.support.endpoint import Endpoint
@@ -37,11 +37,11 @@ from shuffle.support.vital_threads import start_vital
 T = TypeVar("T")
 
 TIMEOUT_S_DEFAULT = 30.0
-"""How long a call waits for its answer, beyond any wait it asks for itself."""
+"""How long a call waits for its response, beyond any wait it asks for itself."""
 
 BYTES_PER_S = 8 * MIB
 KEYS_PER_S = 20_000
-"""A large question may take longer: what it brings is sent, looked up, written and synced at least this fast. Keys that
+"""A large request may take longer: what it brings is sent, looked up, written and synced at least this fast. Keys that
 are in nobody's cache take the store tens of microseconds each."""
 
 CONNECT_TIMEOUT_S = 5.0
@@ -49,8 +49,14 @@ CONNECT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0
 """Of telling the daemon that something is not needed any more; if it cannot be told, it finds out by itself."""
 
+LANE_VARIABLE = "SHUFFLE_STORE_LANE"
+"""With ``off`` in this variable of the environment, clients do not use the lane unless they are told to."""
+
 _NO_REVISION = 2**64 - 1
 """No group ever has this one, so a watch that names it returns at once."""
+
+
+_OFF = frozenset({"off", "false", "no", "0"})
 
 
 class RemoteStore:
@@ -62,8 +68,12 @@ class RemoteStore:
         timeout_s: float | None = None,
         local_files: bool = True,
         session_ttl_ms: int = SESSION_TTL_MS_DEFAULT,
+        lane: bool | None = None,
     ) -> None:
-        """``session_ttl_ms``: how long the daemon keeps the snapshots and transactions of a client that died."""
+        """``session_ttl_ms``: how long the daemon keeps the snapshots and transactions of a client that died.
+
+        ``lane``: whether the daemon's lane is used, where it has one; None: as ``LANE_VARIABLE`` says.
+        """
         self._endpoint = Endpoint.parse(address, "the address of a state store")
         self._address = str(self._endpoint)
         self._timeout_s = TIMEOUT_S_DEFAULT if timeout_s is None else timeout_s
@@ -80,8 +90,12 @@ class RemoteStore:
         self._closed = threading.Event()
         self._failed: ThreadDied | None = None
         """A thread that this client depends on is dead. The process is its user's, so every call says so instead."""
-        self._streams = StreamPool(self._connect, self._address, self._fail)
-        self._sockets = SocketPool(self._lane_place, self._address)
+        self._lane_wanted = os.environ.get(LANE_VARIABLE, "").lower() not in _OFF if lane is None else lane
+        self._transports = Transports(
+            LaneClient(self._lane_address, self._address),
+            FlightClient(self._connect, self._address, self._fail),
+            self._lane_is_open,
+        )
         self._renewer: threading.Thread | None = None
         try:
             self._refresh_info()
@@ -102,11 +116,18 @@ class RemoteStore:
         """A Flight client for the daemon as it is now: after a restart its data plane has another port."""
         return flight.connect(str(self._told(self._refresh_info().flight_address)))
 
-    def _lane_place(self) -> Place:
+    def _lane_is_open(self) -> bool:
+        """Whether the daemon, as it was last seen, has a lane that this client may use."""
+        return self._lane_wanted and self._info is not None and bool(self._info.lane_address)
+
+    def _lane_address(self) -> LaneAddress:
         info = self._refresh_info()
+        if not info.lane_address:
+            # The daemon that was there before had one; the next attempt of this request goes over Flight.
+            raise NothingSent(f"the state store at {self._address} has no lane any more")
         lane = self._told(info.lane_address)
         # Only where this very daemon was reached directly: whoever came through a proxy goes on through it.
-        return Place(lane.host, lane.port, info.lane_local_name if self._maps_files else "")
+        return LaneAddress(lane.host, lane.port, info.lane_local_name if self._maps_files else "")
 
     def _told(self, address: str) -> Endpoint:
         """The endpoint that the daemon names; where the host is left out, it is the one that this client uses."""
@@ -125,32 +146,24 @@ class RemoteStore:
             raise self._failed
         return self._control.call(method, self._timeout_s, **fields)
 
-    def _ask(self, header: Header, rows: Rows | None = None, wait_ms: int = 0) -> Answer:
-        """A question that may be asked twice: once more when the daemon went away, since it may be back."""
+    def _send(self, header: Header, rows: Rows | None = None, wait_ms: int = 0) -> Response:
+        """Send a request that may be sent twice: once more when the daemon went away, since it may be back."""
         timeout_s = self._timeout_s + _work_s(rows) + wait_ms / 1000
-        return self._twice(lambda: self._ask_once(header, rows, timeout_s))
+        return self._twice(lambda: self._send_once(header, rows, timeout_s))
 
-    def _twice(self, ask: Callable[[], T]) -> T:
+    def _twice(self, send: Callable[[], T]) -> T:
         try:
-            return ask()
+            return send()
         except (NothingSent, StoreUnavailable):
             try:
-                return ask()
+                return send()
             except NothingSent as error:
                 raise StoreUnavailable(str(error), address=self._address) from error
 
-    def _ask_once(self, header: Header, rows: Rows | None, timeout_s: float) -> Answer:
+    def _send_once(self, header: Header, rows: Rows | None, timeout_s: float) -> Response:
         if self._failed is not None:
             raise self._failed
-        if not is_small(header, rows):
-            return self._streams.ask(header, rows, timeout_s)
-        answer, found = self._sockets.ask(header, rows, timeout_s)
-        if "elsewhere" not in answer:
-            return answer, found
-        # Too large an answer for the lane. What it opened is there, and need not be opened again.
-        again = {**header, "hold": False, "moment": answer.get("moment", header.get("moment"))}
-        more, found = self._streams.ask(again, rows, timeout_s)
-        return {**answer, **more}, found
+        return self._transports.send(header, rows, timeout_s)
 
     # --- the session: what makes moments end with this client ---
 
@@ -184,18 +197,18 @@ class RemoteStore:
             if self._session_id == session_id:
                 self._session_id = 0
 
-    def _ask_in_session(self, header: Header, rows: Rows | None = None, moment: Moment | None = None) -> Answer:
+    def _send_in_session(self, header: Header, rows: Rows | None = None, moment: Moment | None = None) -> Response:
         if moment is not None and moment.session_id:
-            return self._ask({**header, "session": moment.session_id}, rows)
+            return self._send({**header, "session": moment.session_id}, rows)
         session_id = self._session()
         try:
-            return self._ask({**header, "session": session_id}, rows)
+            return self._send({**header, "session": session_id}, rows)
         except Expired:
             # The daemon does not know the session any more. What it held is gone, but a new moment can be had.
             self._forget_session(session_id)
             if header.get("moment") is not None:
                 raise
-            return self._ask({**header, "session": self._session()}, rows)
+            return self._send({**header, "session": self._session()}, rows)
 
     # --- the catalogue ---
 
@@ -216,14 +229,14 @@ class RemoteStore:
     # --- reading tables ---
 
     def open_moment(self) -> Moment:
-        answer, _ = self._ask_in_session({"op": "open"})
-        return Moment(answer["moment"], answer["version"])
+        response, _ = self._send_in_session({"op": "open"})
+        return Moment(response["moment"], response["version"])
 
     def share_moment(self, ttl_ms: int) -> Moment:
         # A session of its own: it must live on when this process ends.
         session_id = self._open_session(ttl_ms)
-        answer, _ = self._ask({"op": "open", "session": session_id})
-        return Moment(answer["moment"], answer["version"], session_id)
+        response, _ = self._send({"op": "open", "session": session_id})
+        return Moment(response["moment"], response["version"], session_id)
 
     def renew_moment(self, moment: Moment) -> None:
         self._call("RenewSession", session_id=moment.session_id or self._session())
@@ -240,18 +253,18 @@ class RemoteStore:
             return
         # If the daemon cannot be told, the end of the session tells it.
         with contextlib.suppress(ShuffleError):
-            self._ask({"op": "release", "session": self._session_id, "moment": moment.moment_id})
+            self._send({"op": "release", "session": self._session_id, "moment": moment.moment_id})
 
     def get(self, moment: Moment | None, table_id: int, keys: Binary) -> Binary:
         header = {"op": "get", "table": table_id}
         if moment is None:
-            return _rows(self._ask(header, rows_of(keys, None)))[1]
-        answer = self._ask_in_session({**header, "moment": moment.moment_id}, rows_of(keys, None), moment)
-        return _rows(answer)[1]
+            return _rows(self._send(header, rows_of(keys, None)))[1]
+        response = self._send_in_session({**header, "moment": moment.moment_id}, rows_of(keys, None), moment)
+        return _rows(response)[1]
 
     def get_and_hold(self, table_id: int, keys: Binary) -> tuple[Moment, Binary]:
-        answer = self._ask_in_session({"op": "get", "table": table_id, "hold": True}, rows_of(keys, None))
-        return Moment(answer[0]["moment"], answer[0]["version"]), _rows(answer)[1]
+        response = self._send_in_session({"op": "get", "table": table_id, "hold": True}, rows_of(keys, None))
+        return Moment(response[0]["moment"], response[0]["version"]), _rows(response)[1]
 
     def scan(
         self, moment: Moment | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
@@ -259,8 +272,8 @@ class RemoteStore:
         header: Header = {"op": "scan", "table": table_id, "rows": rows_max, "reverse": reverse}
         bounds = [begin], [end]
         if moment is None:
-            return _rows(self._ask(header, bounds))
-        return _rows(self._ask_in_session({**header, "moment": moment.moment_id}, bounds, moment))
+            return _rows(self._send(header, bounds))
+        return _rows(self._send_in_session({**header, "moment": moment.moment_id}, bounds, moment))
 
     # --- writing ---
 
@@ -274,69 +287,72 @@ class RemoteStore:
         timeout_s = self._timeout_s + _work_s(rows)
         try:
             try:
-                answer, _ = self._ask_once(header, rows, timeout_s)
+                response, _ = self._send_once(header, rows, timeout_s)
             except NothingSent:
-                # As good as not asked, and another connection may be better; no commit is ever asked twice otherwise.
-                answer, _ = self._ask_once(header, rows, timeout_s)
+                # As good as not sent, and another connection may be better; no commit is ever sent twice otherwise.
+                response, _ = self._send_once(header, rows, timeout_s)
         except NothingSent as error:
             raise StoreUnavailable(f"{error}: nothing was committed", address=self._address) from error
         except StoreUnavailable as error:
             raise CommitUnknown(f"{error.message}: the commit may or may not have happened; read the state") from error
-        return Committed(answer["version"], tuple((begin, end) for begin, end in answer["appended"]))
+        return Committed(response["version"], tuple((begin, end) for begin, end in response["appended"]))
 
     def stage(self, queue_id: int, payloads: Sequence[pa.Buffer], ttl_ms: int) -> str:
         rows = rows_of(None, as_values(payloads))
-        answer, _ = self._ask({"op": "stage", "queue": queue_id, "ttl_ms": ttl_ms}, rows)
-        return str(answer["staged"])
+        response, _ = self._send({"op": "stage", "queue": queue_id, "ttl_ms": ttl_ms}, rows)
+        return str(response["staged"])
 
     def discard(self, staged_id: str) -> None:
-        self._ask({"op": "discard", "staged": staged_id})
+        self._send({"op": "discard", "staged": staged_id})
 
     # --- reading queues ---
 
     def bounds(self, queue_id: int) -> list[tuple[int, int]]:
-        answer, _ = self._ask({"op": "bounds", "queue": queue_id})
-        return [(begin, end) for begin, end in answer["bounds"]]
+        response, _ = self._send({"op": "bounds", "queue": queue_id})
+        return [(begin, end) for begin, end in response["bounds"]]
 
     def read(
-        self, queue_id: int, partition: int, begin: int, max_rows: int, max_bytes: int, wait_ms: int
+        self, queue: QueueSchema, partition: int, begin: int, max_rows: int, max_bytes: int, wait_ms: int
     ) -> QueueRead | None:
-        question = Question(queue_id, partition, begin, max_rows, max_bytes)
-        wait_ms = min(wait_ms, WAIT_MS_MAX)
+        found = self._read(
+            ReadRequest(queue.queue_id, partition, begin, max_rows, max_bytes), min(wait_ms, WAIT_MS_MAX)
+        )
+        return None if found is None else found.decoded(queue.schema)
+
+    def _read(self, request: ReadRequest, wait_ms: int) -> ReadResponse | None:
         if self._maps_files:
-            found = self._read_mapped(question, wait_ms)
+            found = self._read_mapped(request, wait_ms)
             if found is not None or self._maps_files:
                 return found
-        return self._read_ahead.read(question, wait_ms)
+        return self._read_ahead.read(request, wait_ms)
 
     def _read_wire(
-        self, question: Question, wait_ms: int, on_end: Callable[[int], None] | None = None
-    ) -> QueueRead | None:
-        header, timeout_s = _read_header(question, wait_ms), self._timeout_s + wait_ms / 1000
+        self, request: ReadRequest, wait_ms: int, on_end: Callable[[int], None] | None = None
+    ) -> ReadResponse | None:
+        header, timeout_s = request.header(wait_ms), self._timeout_s + wait_ms / 1000
 
-        def on_header(answer: Header) -> None:
+        def on_header(response: Header) -> None:
             if on_end is not None:
-                on_end(answer["end"])
+                on_end(response["end"])
 
-        answer, data = self._twice(lambda: self._sockets.ask_bytes(header, timeout_s, on_header))
-        if data is None:
-            return None
-        file, offset = answer["file"], answer["offset"]
-        return QueueRead(file, offset, split_records(data, file, offset), answer["segment"], answer["end"])
+        if self._failed is not None:
+            raise self._failed
+        response, data = self._twice(lambda: self._transports.read(header, timeout_s, on_header))
+        return None if data is None else ReadResponse.of(response, data)
 
-    def _read_mapped(self, question: Question, wait_ms: int) -> QueueRead | None:
+    def _read_mapped(self, request: ReadRequest, wait_ms: int) -> ReadResponse | None:
         """The records from the segment file itself: the daemon only says where they are."""
-        answer, _ = self._ask({**_read_header(question, wait_ms), "local": True}, wait_ms=wait_ms)
-        if answer["file"] is None:
+        response, _ = self._send({**request.header(wait_ms), "local": True}, wait_ms=wait_ms)
+        if response["file"] is None:
             return None
-        span = Span(answer["file"], answer["offset"], answer["ends"], answer["segment"], answer["end"])
+        span = Span(response["file"], response["offset"], response["ends"], response["segment"], response["end"])
         try:
             records = span.split(map_range(Path(span.file), span.offset, span.size_bytes))
         except OSError:
             # Trimmed a moment ago, or not this machine's folder after all: from now on rows come over the wire.
             self._maps_files = False
             return None
-        return QueueRead(span.file, span.offset, records, span.segment_begin, span.end)
+        return ReadResponse(span.file, span.offset, records, span.segment_begin, span.end)
 
     # --- leases ---
 
@@ -384,32 +400,19 @@ class RemoteStore:
                 self._control.call("CloseSession", CLOSE_TIMEOUT_S, session_id=self._session_id)
         self._closed.set()
         self._read_ahead.close()
-        self._streams.close()
-        self._sockets.close()
+        self._transports.close()
         self._control.close()
 
 
 def _work_s(rows: Rows | None) -> float:
-    """How much longer the answer may take for what the question brings with it."""
+    """How much longer the response may take for what the request brings with it."""
     return 0.0 if rows is None else len(rows[0]) / KEYS_PER_S + sum(map(bytes_of, rows)) / BYTES_PER_S
 
 
-def _read_header(question: Question, wait_ms: int) -> Header:
-    return {
-        "op": "read",
-        "queue": question.queue_id,
-        "partition": question.partition,
-        "begin": question.begin,
-        "rows": question.max_rows,
-        "bytes": question.max_bytes,
-        "wait_ms": wait_ms,
-    }
-
-
-def _rows(answer: Answer) -> Rows:
-    if answer[1] is None:
+def _rows(response: Response) -> Rows:
+    if response[1] is None:
         raise StoreUnavailable("the state store answered without the rows it was asked for")
-    return answer[1]
+    return response[1]
 
 
 def _members(reply: dict[str, Any]) -> tuple[int, list[Member]]:

@@ -1,6 +1,6 @@
 """The control plane of the daemon: the gRPC service of ``proto/control.proto``, health and reflection.
 
-Its methods are Flight actions too, which is how our own clients ask them (``control_client``).
+Its methods are Flight actions too, which is how our own clients call them (``control_client``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shuffle.errors import (
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.local.local import LocalStore
 from shuffle.statestore.request import CreateQueue, CreateTable, Drop
-from shuffle.statestore.server.session_registry import Held
+from shuffle.statestore.server.session_registry import SessionRegistry
 from shuffle.statestore.wire.operations import CONTROL
 from shuffle.statestore.wire.proto import control_pb2 as pb
 from shuffle.statestore.wire.proto import control_pb2_grpc
@@ -45,11 +45,13 @@ from shuffle.support.vital_threads import alive
 
 T = TypeVar("T")
 
+Stats = Callable[[], dict[str, Any]]
+
 _CONTROL = pb.DESCRIPTOR.services_by_name["Control"]
 SERVICE = _CONTROL.full_name
 FLIGHT_SERVICE = "arrow.flight.protocol.FlightService"
 CONTROL_THREADS = 256
-"""Each call holds one while it is answered."""
+"""Each call holds one while it is handled."""
 
 WATCHES_MAX = 192
 """Calls of ``Watch`` that may wait at once: enough for the reducers of a few processors, and it leaves a quarter of the
@@ -73,13 +75,15 @@ _STATUS: list[tuple[type[ShuffleError], grpc.StatusCode]] = [
 ]
 
 
-class ControlPlane(control_pb2_grpc.ControlServicer):
-    """Each method is a question to the store; ``_guarded`` turns its errors into status codes."""
+class ControlService(control_pb2_grpc.ControlServicer):
+    """Each method is one request to the store; ``_guarded`` turns its errors into status codes."""
 
-    def __init__(self, store: LocalStore, held: Held, info: pb.InfoReply) -> None:
+    def __init__(self, store: LocalStore, sessions: SessionRegistry, info: pb.InfoReply, stats: Stats) -> None:
+        """``stats`` gives what ``Stats`` responds with."""
         self._store = store
-        self._held = held
+        self._sessions = sessions
         self._info = info
+        self._stats = stats
         self._watches = threading.BoundedSemaphore(WATCHES_MAX)
         for name, fields in CONTROL.items():
             setattr(self, name, _checked(name, fields, getattr(self, name)))
@@ -108,14 +112,15 @@ class ControlPlane(control_pb2_grpc.ControlServicer):
         return pb.ChangeReply()
 
     def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> pb.SessionReply:  # noqa: N802
-        return pb.SessionReply(session_id=self._held.open_session(request.ttl_ms, machine_of(context.peer())))
+        peer = machine_of(context.peer())
+        return pb.SessionReply(session_id=self._sessions.open_session(request.ttl_ms, peer))
 
     def RenewSession(self, request: pb.SessionRequest, context: Any) -> pb.SessionReply:  # noqa: N802
-        self._held.renew_session(request.session_id)
+        self._sessions.renew_session(request.session_id)
         return pb.SessionReply(session_id=request.session_id)
 
     def CloseSession(self, request: pb.SessionRequest, context: Any) -> pb.SessionReply:  # noqa: N802
-        self._held.close_session(request.session_id)
+        self._sessions.close_session(request.session_id)
         return pb.SessionReply(session_id=request.session_id)
 
     def Register(self, request: pb.RegisterRequest, context: Any) -> pb.LeaseReply:  # noqa: N802
@@ -145,7 +150,7 @@ class ControlPlane(control_pb2_grpc.ControlServicer):
         return pb.GroupsReply(groups=self._store.groups())
 
     def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:  # noqa: N802
-        return pb.StatsReply(stats_json=json.dumps({**self._store.stats(), "threads": alive()}))
+        return pb.StatsReply(stats_json=json.dumps({**self._stats(), "threads": alive()}))
 
 
 def _described(from_json: Callable[[str], T], text: str) -> T:
@@ -182,7 +187,7 @@ class Health:
         def check(request: Any, context: Any) -> Any:
             return self._states.Check(request, context)
 
-        # How gRPC is told which threads answer a method; a stream of ``Watch`` holds none of them.
+        # This is how gRPC learns which threads handle a method; a stream of ``Watch`` holds none of them.
         vars(check)["experimental_thread_pool"] = self._pool
         read, write = health_pb2.HealthCheckRequest.FromString, health_pb2.HealthCheckResponse.SerializeToString
         methods = {
@@ -230,9 +235,9 @@ def _guarded(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 class FlightActions:
     """``DoAction`` of Arrow Flight: every method of the control plane by its name, with JSON for its messages."""
 
-    def __init__(self, plane: ControlPlane) -> None:
+    def __init__(self, service: ControlService) -> None:
         self._methods = {
-            method.name: (getattr(plane, method.name), message_factory.GetMessageClass(method.input_type))
+            method.name: (getattr(service, method.name), message_factory.GetMessageClass(method.input_type))
             for method in _CONTROL.methods
         }
 
@@ -248,13 +253,13 @@ class FlightActions:
             raise BadInput(f"unknown action {shown(action.type)}: client and store are of different versions")
         method, request = self._methods[action.type]
         try:
-            asked = json_format.Parse(action.body, request())
+            parsed = json_format.Parse(action.body, request())
         except (json_format.ParseError, ValueError, RecursionError, SystemError) as error:
             raise BadInput(f"not a request that {action.type} understands: {one_line(error)}") from None
-        answer = json_format.MessageToJson(
-            method(asked, context), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        response = json_format.MessageToJson(
+            method(parsed, context), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )
-        return iter([pb.FlightResult(body=answer.encode())])
+        return iter([pb.FlightResult(body=response.encode())])
 
 
 def check_listen(listen: Endpoint) -> None:
@@ -268,22 +273,27 @@ def check_listen(listen: Endpoint) -> None:
         raise BadInput(f"cannot listen on {listen.target}: {error.strerror}") from None
 
 
-def control_server(plane: ControlPlane, states: Health, listen: str) -> tuple[Any, int]:
-    """A started gRPC server and its port."""
-    server = grpc.server(
-        futures.ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control"),
-        interceptors=[_TypedErrors()],
-        maximum_concurrent_rpcs=CALLS_MAX,
-        options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4 << 20)],
-    )
-    control_pb2_grpc.add_ControlServicer_to_server(plane, server)  # type: ignore[no-untyped-call]
-    server.add_generic_rpc_handlers((FlightActions(plane).handler, states.handler))
-    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    try:
-        port = server.add_insecure_port(listen)
-    except RuntimeError:
-        port = 0
-    if not port:
-        raise BadInput(f"cannot listen on {listen}: the port is taken, or the host is not one of this machine")
-    server.start()
-    return server, port
+class ControlServer:
+    """A gRPC server that serves the control plane and health until it is stopped."""
+
+    def __init__(self, service: ControlService, states: Health, listen: str) -> None:
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control"),
+            interceptors=[_TypedErrors()],
+            maximum_concurrent_rpcs=CALLS_MAX,
+            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4 << 20)],
+        )
+        control_pb2_grpc.add_ControlServicer_to_server(service, self._server)  # type: ignore[no-untyped-call]
+        self._server.add_generic_rpc_handlers((FlightActions(service).handler, states.handler))
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        try:
+            self.port: int = self._server.add_insecure_port(listen)
+        except RuntimeError:
+            self.port = 0
+        if not self.port:
+            raise BadInput(f"cannot listen on {listen}: the port is taken, or the host is not one of this machine")
+        self._server.start()
+
+    def stop(self, grace_s: float) -> None:
+        """No new calls are taken; those that run have ``grace_s`` to end."""
+        self._server.stop(grace=grace_s)

@@ -15,16 +15,18 @@ from typing import Any
 from shuffle.errors import BadInput, ShuffleError
 from shuffle.statestore.local.local import LocalStore
 from shuffle.statestore.local.store_folder import folder_path
-from shuffle.statestore.server.control_server import ControlPlane, Health, check_listen, control_server
-from shuffle.statestore.server.flight_server import DataPlane
-from shuffle.statestore.server.handlers import Questions
+from shuffle.statestore.server.control_server import ControlServer, ControlService, Health, check_listen
+from shuffle.statestore.server.flight_server import FlightServer
+from shuffle.statestore.server.handlers import Handlers
 from shuffle.statestore.server.headroom import check_headroom
-from shuffle.statestore.server.lane_server import Lane
-from shuffle.statestore.server.session_registry import Held
+from shuffle.statestore.server.lane_server import LaneServer
+from shuffle.statestore.server.metrics import StoreMetrics
+from shuffle.statestore.server.session_registry import SessionRegistry
 from shuffle.statestore.wire.proto import control_pb2 as pb
 from shuffle.support import flight
 from shuffle.support.endpoint import Endpoint, advertised, bracketed, check_advertise
 from shuffle.support.logs import get_logger, setup_logging
+from shuffle.support.metrics import MetricsServer, serve_metrics
 from shuffle.support.vital_threads import end_process
 
 OPEN_FILES = 16_384
@@ -45,44 +47,74 @@ class StoreDaemon:
     """
 
     def __init__(
-        self, path: str, listen: str, on_failure: Callable[[ShuffleError], None], advertise: str | None = None
+        self,
+        path: str,
+        listen: str,
+        on_failure: Callable[[ShuffleError], None],
+        advertise: str | None = None,
+        lane: bool = True,
+        metrics: str | None = None,
     ) -> None:
-        """``advertise`` is the host, or the host and the port of the control plane, under which clients reach this."""
+        """``advertise`` is the host, or the host and the port of the control plane, under which clients reach this.
+
+        Without ``lane`` everything goes over Flight. ``metrics`` is where they are served, as ``host:port``.
+        """
         listening = Endpoint.parse_listen(listen)
         check_listen(listening)
         if advertise is not None:
             check_advertise(advertise)
+        metrics_at = None if metrics is None else Endpoint.parse_listen(metrics)
+        if metrics_at is not None:
+            check_listen(metrics_at)
         self.store = LocalStore(path)
         try:
             self._on_failure = on_failure
             self._health = Health()
             self.store.on_failure = self._failed
-            self._held = Held(self.store)
-            questions = Questions(self.store, self._held)
-            self._data = DataPlane(flight.location(replace(listening, port=0).target), questions)
-            self._lane = Lane(listening.host, self.store, questions, self.store.fail)
+            self._sessions = SessionRegistry(self.store)
+            self._metrics = StoreMetrics(metrics is not None)
+            handlers = Handlers(self.store, self._sessions, self._metrics)
+            self._flight = FlightServer(flight.location(replace(listening, port=0).target), handlers)
+            self._lane = LaneServer(listening.host, self.store, handlers, self.store.fail) if lane else None
+            self._metrics_server = None if metrics_at is None else self._serve_metrics(metrics_at)
             # Without a host, each client goes on with the one under which it has reached this daemon.
             is_known = advertise is not None or not listening.is_everywhere
             host = bracketed(advertised(listening, advertise).host) if is_known else ""
             info = pb.InfoReply(
-                flight_address=f"grpc://{host}:{self._data.port}",
-                lane_address=f"tcp://{host}:{self._lane.port}",
-                lane_local_name=self._lane.local_name,
+                flight_address=f"grpc://{host}:{self._flight.port}",
+                lane_address="" if self._lane is None else f"tcp://{host}:{self._lane.port}",
+                lane_local_name="" if self._lane is None else self._lane.local_name,
                 folder=str(self.store.folder),
                 store_id=self.store.store_id,
             )
-            self._control, port = control_server(
-                ControlPlane(self.store, self._held, info), self._health, listening.target
-            )
+            service = ControlService(self.store, self._sessions, info, self._stats)
+            self._control = ControlServer(service, self._health, listening.target)
         except BaseException:
             self.store.close()
             raise
-        listening = replace(listening, port=port)
+        listening = replace(listening, port=self._control.port)
         if not is_known:
             # Clients that read the address from the folder are on this machine.
             listening = replace(listening, host="127.0.0.1")
         self.address = str(advertised(listening, advertise))
         self.store.announce(self.address)
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Where the metrics are served, if they are."""
+        return None if self._metrics_server is None else self._metrics_server.address
+
+    def _serve_metrics(self, listen: Endpoint) -> MetricsServer:
+        metrics, lane = self._metrics, self._lane
+        metrics.totals = lambda: self.store.stats()["total"]
+        metrics.sessions.set_function(lambda: len(self._sessions))
+        metrics.flight_streams.set_function(lambda: len(self._flight.streams))
+        metrics.lane_connections.set_function(lambda: 0 if lane is None else len(lane.connections))
+        self.store.on_group = metrics.count_group
+        return serve_metrics(metrics.registry, self.store.fail, listen.host, listen.port)
+
+    def _stats(self) -> dict[str, Any]:
+        return {**self.store.stats(), "metrics": self.metrics_address}
 
     def _failed(self, error: ShuffleError) -> None:
         self._health.turn_off()
@@ -91,11 +123,14 @@ class StoreDaemon:
     def close(self) -> None:
         self._health.turn_off()
         self.store.withdraw()
-        self._control.stop(grace=1.0)
-        self._held.close()
+        self._control.stop(grace_s=1.0)
+        if self._metrics_server is not None:
+            self._metrics_server.close()
+        self._sessions.close()
         self.store.close()
-        self._lane.close()
-        flight.shutdown(self._data, timeout_s=1.0)
+        if self._lane is not None:
+            self._lane.close()
+        flight.shutdown(self._flight, timeout_s=1.0)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -105,7 +140,14 @@ def main(argv: list[str] | None = None) -> int:
     _raise_file_limit()
     try:
         check_headroom()
-        daemon = StoreDaemon(arguments.path, arguments.listen, end_process, arguments.advertise)
+        daemon = StoreDaemon(
+            arguments.path,
+            arguments.listen,
+            end_process,
+            advertise=arguments.advertise,
+            lane=arguments.lane,
+            metrics=arguments.metrics,
+        )
     except ShuffleError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1
@@ -117,6 +159,8 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     print(f"state store {arguments.path} serves at {daemon.address}", flush=True)
+    if daemon.metrics_address is not None:
+        print(f"metrics are at {daemon.metrics_address}", flush=True)
     while not stop.wait(1.0):
         if daemon.store.failure is not None:
             end_process(daemon.store.failure)
@@ -154,6 +198,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HOST[:PORT]",
         help="where clients reach the store, if that is not where it listens: the host for all of its ports, and the "
         "port of the control plane (default: as it listens)",
+    )
+    parser.add_argument(
+        "--no-lane",
+        dest="lane",
+        action="store_false",
+        help="do not open the lane, the sockets for small requests; everything then goes over Arrow Flight, which is "
+        "slower for small transactions",
+    )
+    parser.add_argument(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="serve Prometheus metrics there over HTTP; port 0 takes a free one (default: not at all)",
     )
     return parser
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 import enum
 import select
 import socket
-from pathlib import Path
 
-from shuffle.errors import CorruptData
-from shuffle.statestore.local.segment_files import map_range
+import pyarrow as pa
 
 PATIENCE_MS = 20
 """How long a thread waits for a client to take more, before somebody else's rows come first."""
@@ -27,18 +25,11 @@ class Progress(enum.Enum):
     BROKEN = "the client is gone, or the file cannot be read"
 
 
-class Shipment:
-    """What is still to be sent of one answer: its head, then a range of a file. Used by one thread at a time."""
+class FileSend:
+    """What is still to be sent of one response: its head, then a range of a file. Used by one thread at a time."""
 
-    def __init__(self, head: bytes, path: Path, offset: int, size_bytes: int) -> None:
-        """``FileNotFoundError`` if the file is gone. Once mapped, its bytes stay, whoever removes its name."""
-        mapped = map_range(path, offset, size_bytes)
-        if mapped.size < size_bytes:
-            raise CorruptData(
-                f"{path}: {offset + mapped.size} bytes, but {offset + size_bytes} were acknowledged: the file was cut",
-                file=str(path),
-                offset=offset + mapped.size,
-            )
+    def __init__(self, head: bytes, mapped: pa.Buffer) -> None:
+        """``mapped`` is the range of the file."""
         self._left = [memoryview(head), memoryview(mapped)]
 
     @property

@@ -1,34 +1,83 @@
-"""What the daemon answers to questions about rows, whichever way they came (``service``: Flight, ``lane``: sockets)."""
+"""What the daemon does for each operation of the data plane, whichever way the request came."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
-from shuffle.errors import BadInput, CommitConflict, ShuffleError, StoreUnavailable, one_line, to_wire
+import pyarrow as pa
+
+from shuffle.errors import (
+    BadInput,
+    CommitConflict,
+    CorruptData,
+    ShuffleError,
+    StoreUnavailable,
+    one_line,
+    to_wire,
+)
+from shuffle.limits import MIB
 from shuffle.statestore.codec.arrow_bytes import listed, nulls_in
 from shuffle.statestore.engine.commit_group import Span
 from shuffle.statestore.local.local import LocalStore
+from shuffle.statestore.local.segment_files import map_range, read_range
 from shuffle.statestore.request import CommitRequest, Committed
-from shuffle.statestore.server.session_registry import Held
+from shuffle.statestore.server.metrics import StoreMetrics
+from shuffle.statestore.server.session_registry import SessionRegistry
 from shuffle.statestore.store import Moment
-from shuffle.statestore.wire.messages import Header, Rows, as_buffers, decode_commit, rows_of, unpack_sections
+from shuffle.statestore.wire.messages import (
+    Header,
+    Rows,
+    as_buffers,
+    as_value,
+    decode_commit,
+    rows_of,
+    unpack_sections,
+)
 from shuffle.support.logs import get_logger
 
-Answer = tuple[Header, Rows | None]
+Response = tuple[Header, Rows | None]
+
+READ_BYTES_MAX = 16 * MIB
+"""Bytes of records in a response that this process holds in memory; a single larger record is still sent."""
+
+WAITING_READS_MAX = 256
+"""Reads of queues that may wait for rows at once, each with a thread of its own (the lane's need none)."""
+
+CROWDED_WAIT_MS = 100
+"""How long one more read waits: its client asks again, and meanwhile its thread is there for others."""
+
+_CANCEL_CHECK_MS = 500
+"""How often a read that waits makes sure that its client still does."""
 
 _log = get_logger("statestore")
 
 
-class Questions:
-    """One method for each operation. Safe to use from many threads.
+def _never() -> bool:
+    return False
 
-    The fields of a header are what ``operations`` says they are: whoever takes a question in has checked it.
-    """
 
-    def __init__(self, store: LocalStore, held: Held) -> None:
+class Request(NamedTuple):
+    """One request. The fields of its header are what ``operations`` says: whoever takes it in has checked it."""
+
+    header: Header
+    rows: Rows | None
+    is_cancelled: Callable[[], bool] = _never
+    """Whether nobody waits for the response any more."""
+
+
+class Handlers:
+    """One method for each operation. Safe to use from many threads."""
+
+    def __init__(self, store: LocalStore, sessions: SessionRegistry, metrics: StoreMetrics) -> None:
         self._store = store
-        self._held = held
-        self._handlers: dict[str, Callable[[Header, Rows | None], Answer]] = {
+        self._sessions = sessions
+        self._metrics = metrics
+        self._waiting_reads = threading.BoundedSemaphore(WAITING_READS_MAX)
+        self.operations: dict[str, Callable[[Request], Response]] = {
             "get": self._get,
             "scan": self._scan,
             "open": self._open,
@@ -37,16 +86,15 @@ class Questions:
             "stage": self._stage,
             "discard": self._discard,
             "bounds": self._bounds,
+            "read": self._read,
         }
+        """The method of each operation; a test compares them with those that are declared."""
 
-    def answer(self, header: Header, rows: Rows | None) -> Answer:
-        handler = self._handlers.get(header["op"])
-        if handler is None:
-            raise BadInput(f"the operation {header['op']!r} is asked over the lane")
-        return handler(header, rows)
+    def handle(self, request: Request) -> Response:
+        return self.operations[request.header["op"]](request)
 
     def failed(self, error: Exception) -> Header:
-        """An error is an answer like any other, so that the connection survives it."""
+        """An error is a response like any other, so that the connection survives it."""
         return {"error": to_wire(self._typed(error))}
 
     def _typed(self, error: Exception) -> ShuffleError:
@@ -55,47 +103,51 @@ class Questions:
             return StoreUnavailable("the state store is shutting down")
         if isinstance(error, ShuffleError):
             return error
-        _log.error("a question could not be answered", error=error)
+        _log.error("a request could not be handled", error=error)
         # The client gets a sentence, not a traceback.
         return ShuffleError(one_line(error))
 
     # --- reading tables ---
 
     def _moment(self, header: Header) -> Moment | None:
-        return None if header.get("moment") is None else self._held.held(header["session"], header["moment"])
+        return None if header.get("moment") is None else self._sessions.held(header["session"], header["moment"])
 
-    def _open(self, header: Header, rows: Rows | None) -> Answer:
+    def _open(self, request: Request) -> Response:
         moment = self._store.open_moment()
-        self._held.hold(header["session"], moment)
+        self._sessions.hold(request.header["session"], moment)
         return {"moment": moment.moment_id, "version": moment.version}, None
 
-    def _release(self, header: Header, rows: Rows | None) -> Answer:
-        moment = self._held.take(header["session"], header["moment"])
+    def _release(self, request: Request) -> Response:
+        moment = self._sessions.take(request.header["session"], request.header["moment"])
         if moment is not None:
             self._store.release_moment(moment)
         return {}, None
 
-    def _get(self, header: Header, rows: Rows | None) -> Answer:
-        keys = _given(rows)[0]
+    def _get(self, request: Request) -> Response:
+        header, keys = request.header, _given(request.rows)[0]
+        self._metrics.lookup_keys.inc(len(keys))
         if not header.get("hold"):
             return {}, rows_of(None, self._store.get(self._moment(header), header["table"], keys))
         moment, values = self._store.get_and_hold(header["table"], keys)
-        self._held.hold(header["session"], moment)
+        self._sessions.hold(header["session"], moment)
         return {"moment": moment.moment_id, "version": moment.version}, rows_of(None, values)
 
-    def _scan(self, header: Header, rows: Rows | None) -> Answer:
-        begins, ends = (listed(column) for column in _given(rows))
+    def _scan(self, request: Request) -> Response:
+        header = request.header
+        begins, ends = (listed(column) for column in _given(request.rows))
         if len(begins) != 1 or begins[0] is None:
             raise BadInput(f"a scan is asked with one row, its begin and its end, not with {len(begins)} rows")
         bounds = begins[0], ends[0]
-        return {}, self._store.scan(
+        found = self._store.scan(
             self._moment(header), header["table"], *bounds, header["rows"], bool(header.get("reverse"))
         )
+        self._metrics.scanned_rows.inc(len(found[0]))
+        return {}, found
 
     # --- writing ---
 
-    def _commit(self, header: Header, rows: Rows | None) -> Answer:
-        return self.committed(self._store.commit(*self.commit_of(header, rows))), None
+    def _commit(self, request: Request) -> Response:
+        return self.committed(self._store.commit(*self.commit_of(request.header, request.rows))), None
 
     def commit_of(self, header: Header, rows: Rows | None) -> tuple[CommitRequest, Moment | None]:
         """The commit that is asked for, and the moment it read at, which its client holds no longer."""
@@ -112,7 +164,7 @@ class Questions:
     def _taken(self, header: Header) -> Moment | None:
         if header.get("moment") is None:
             return None
-        moment = self._held.take(header["session"], header["moment"])
+        moment = self._sessions.take(header["session"], header["moment"])
         if moment is None:
             raise CommitConflict(
                 "the transaction cannot commit: its client was silent too long; nothing was written, run it again"
@@ -120,35 +172,98 @@ class Questions:
         return moment
 
     @staticmethod
-    def committed(answer: Committed) -> Header:
-        return {"version": answer.version, "appended": answer.appended}
+    def committed(outcome: Committed) -> Header:
+        return {"version": outcome.version, "appended": outcome.appended}
 
-    def _stage(self, header: Header, rows: Rows | None) -> Answer:
-        values = _given(rows)[1]
+    def _stage(self, request: Request) -> Response:
+        values = _given(request.rows)[1]
         if nulls_in(values):
             raise BadInput("a null among the rows to stage")
         payloads = as_buffers(values)
-        return {"staged": self._store.stage(header["queue"], payloads, header["ttl_ms"])}, None
+        return {"staged": self._store.stage(request.header["queue"], payloads, request.header["ttl_ms"])}, None
 
-    def _discard(self, header: Header, rows: Rows | None) -> Answer:
-        self._store.discard(header["staged"])
+    def _discard(self, request: Request) -> Response:
+        self._store.discard(request.header["staged"])
         return {}, None
 
     # --- reading queues ---
 
-    def _bounds(self, header: Header, rows: Rows | None) -> Answer:
-        return {"bounds": self._store.bounds(header["queue"])}, None
+    def _bounds(self, request: Request) -> Response:
+        return {"bounds": self._store.bounds(request.header["queue"])}, None
 
-    def located(self, span: Span | None) -> Header:
+    def _read(self, request: Request) -> Response:
+        """Waits for rows in the caller's thread, and copies them: whoever sends them may not meet a file that was cut.
+
+        The lane does neither; it uses ``located`` and ``map_records``.
+        """
+        header = request.header
+        local = bool(header.get("local"))
+        max_bytes = header["bytes"] if local else min(header["bytes"], READ_BYTES_MAX)
+        span = self._wait_for_rows(request, max_bytes)
+        if span is None or local:
+            return self.located(header, span), None
+        return self.described(header, span), rows_of(None, as_value(self._records(header, span, read_range)))
+
+    def _wait_for_rows(self, request: Request, max_bytes: int) -> Span | None:
+        header = request.header
+        wanted = header["queue"], header["partition"], header["begin"], header["rows"], max_bytes
+        span = self._store.locate(*wanted, 0)
+        if span is not None or not header["wait_ms"]:
+            return span
+        may_wait = self._waiting_reads.acquire(blocking=False)
+        try:
+            wait_ms = header["wait_ms"] if may_wait else min(header["wait_ms"], CROWDED_WAIT_MS)
+            deadline = time.monotonic() + wait_ms / 1000
+            while span is None and not (self._store.closed or request.is_cancelled()):
+                left_ms = int((deadline - time.monotonic()) * 1000)
+                if left_ms <= 0:
+                    break
+                span = self._store.locate(*wanted, min(left_ms, _CANCEL_CHECK_MS))
+            return span
+        finally:
+            if may_wait:
+                self._waiting_reads.release()
+
+    def located(self, header: Header, span: Span | None) -> Header:
         """For a client that maps the file itself: nothing is copied, not even over the loopback."""
         if span is None:
             return {"file": None}
+        self._count_read(header, span)
+        return {**self._place_of(span), "ends": span.ends}
+
+    def described(self, header: Header, span: Span) -> Header:
+        """The header in front of the records themselves."""
+        self._count_read(header, span)
+        return {**self._place_of(span), "bytes": span.size_bytes}
+
+    def map_records(self, header: Header, span: Span) -> pa.Buffer:
+        """The records of ``span``, mapped. Once they are, they stay, whoever removes the file's name."""
+        return self._records(header, span, map_range)
+
+    def _records(self, header: Header, span: Span, get: Callable[[Path, int, int], pa.Buffer]) -> pa.Buffer:
+        path = self._store.segment_path(span.file)
+        try:
+            data = get(path, span.offset, span.size_bytes)
+        except FileNotFoundError:
+            raise self._store.missing(path, header["queue"], header["partition"], header["begin"]) from None
+        if data.size < span.size_bytes:
+            end = span.offset + data.size
+            raise CorruptData(
+                f"{path}: {end} bytes, but {span.offset + span.size_bytes} were acknowledged: the file was cut",
+                file=str(path),
+                offset=end,
+            )
+        return data
+
+    def _place_of(self, span: Span) -> Header:
         file = str(self._store.segment_path(span.file))
-        place = {"file": file, "offset": span.offset, "segment": span.segment_begin, "end": span.end}
-        return {**place, "ends": span.ends}
+        return {"file": file, "offset": span.offset, "segment": span.segment_begin, "end": span.end}
+
+    def _count_read(self, header: Header, span: Span) -> None:
+        self._metrics.count_read(min(span.end - header["begin"], header["rows"]), span.size_bytes)
 
 
 def _given(rows: Rows | None) -> Rows:
     if rows is None:
-        raise BadInput("a question without the rows it is about")
+        raise BadInput("a request without the rows it is about")
     return rows

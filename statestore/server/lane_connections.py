@@ -1,7 +1,7 @@
 """The connections of the lane: what each of them is about, and how many there may be for how long.
 
 Nobody is locked out by those who only take places: a connection on which nothing happens gives way to a new one, and
-one that stops in the middle of a question or of an answer is ended. Its client notices, and makes another when it needs
+one that stops in the middle of a request or of a response is ended. Its client notices, and makes another when it needs
 one. Plain logic: the time comes in as an argument.
 """
 
@@ -14,25 +14,25 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
-from shuffle.statestore.server.file_sender import Shipment
+from shuffle.statestore.server.file_sender import FileSend
 from shuffle.statestore.wire.messages import Header
 
 CONNECTIONS_MAX = 1000
 """Clients have one for each thread that asks at the same time, so this is enough for a few hundred workers."""
 
 CONNECTIONS_PER_PEER_MAX = 500
-"""Of those, for one process on this machine, or for one address of another: half is left for everybody else."""
+"""Maximum of them for one process on this machine, or for one address of another: half is left for everybody else."""
 
 FRAME_S_MAX = 10.0
-"""A question must be here as a whole so long after its first byte. It is at most 256 KiB, which clients send at once; a
+"""A request must be here as a whole so long after its first byte. It is at most 256 KiB, which clients send at once; a
 client that was paused in the middle of it for longer asks again."""
 
 TAKE_S_MAX = 30.0
-"""A client that takes nothing of its answer for so long is hung up on. By then it has given the answer up itself: this
-is as long as a client waits for an answer unless it was told otherwise."""
+"""A client that takes nothing of its response for so long is hung up on. By then it has given the response up itself:
+this is as long as a client waits for a response unless it was told otherwise."""
 
 HALF_FRAME_S = 1.0
-"""When all places are taken, half a question counts as idle after so long already."""
+"""When all places are taken, half a request counts as idle after so long already."""
 
 _PEER_CREDENTIALS = struct.Struct("3i")
 
@@ -56,45 +56,45 @@ class Connection:
     another thread may still write to it."""
 
     __slots__ = (
-        "asked",
         "committing",
         "events",
+        "file_send",
         "gone",
-        "heard",
+        "has_request",
         "peer",
         "received",
         "sending",
-        "shipment",
         "since",
         "sock",
         "unsent",
         "waiting",
+        "was_used",
     )
 
     def __init__(self, sock: socket.socket, peer: str, now: float) -> None:
         self.sock = sock
         self.peer = peer
         self.received = b""
-        """The beginning of a question whose rest has not come yet."""
+        """The beginning of a request whose rest has not come yet."""
         self.unsent = b""
-        """The rest of an answer for which the socket had no room."""
-        self.asked = False
-        """A question is not answered yet."""
+        """The rest of a response for which the socket had no room."""
+        self.has_request = False
+        """A request has no response yet."""
         self.committing = False
-        """The question is a commit, and the writer will answer it."""
+        """The request is a commit, and the writer will respond to it."""
         self.sending = False
         """Somebody is about to write to the socket."""
         self.gone = False
         """It is over."""
-        self.heard = False
-        """Anything was ever asked on it."""
+        self.was_used = False
+        """Any request ever came on it."""
         self.waiting: Poll | None = None
-        self.shipment: Shipment | None = None
+        self.file_send: FileSend | None = None
         """Rows of a queue that are being sent."""
         self.events = 0
-        """What the selector looks for on it; nothing while a carrier has it."""
+        """What the selector looks for on it; nothing while a sender thread has it."""
         self.since = now
-        """When it last got on: the first byte of a question came, or something of an answer was taken."""
+        """When it last got on: the first byte of a request came, or something of a response was taken."""
 
     @property
     def is_used(self) -> bool:
@@ -102,7 +102,7 @@ class Connection:
         return self.committing or self.sending
 
     def is_idle(self, now: float) -> bool:
-        if self.asked or self.is_used or self.unsent or self.gone:
+        if self.has_request or self.is_used or self.unsent or self.gone:
             return False
         return not self.received or now - self.since > HALF_FRAME_S
 
@@ -110,7 +110,7 @@ class Connection:
         """Whether its client has stopped in the middle of something."""
         if self.is_used:
             return False
-        if self.unsent or self.shipment is not None:
+        if self.unsent or self.file_send is not None:
             return now - self.since > TAKE_S_MAX
         return bool(self.received) and now - self.since > FRAME_S_MAX
 
@@ -156,12 +156,12 @@ class Connections:
         return len(self._open) >= CONNECTIONS_MAX or self._by_peer[peer] >= CONNECTIONS_PER_PEER_MAX
 
     def giving_way(self, peer: str, now: float) -> Connection | None:
-        """The one that makes room for a new one of ``peer``: what was never asked anything first, then the longest
+        """The one that makes room for a new one of ``peer``: what was never used first, then the longest
         idle; None if all of them are in use."""
         own = self._by_peer[peer] >= CONNECTIONS_PER_PEER_MAX
         idle = [one for one in self._open if (one.peer == peer or not own) and one.is_idle(now)]
-        for one in sorted(idle, key=lambda one: (one.heard, one.since)):
-            # A question that is on its way is not hung up on: its client could not tell what became of it.
+        for one in sorted(idle, key=lambda one: (one.was_used, one.since)):
+            # A request that is on its way is not hung up on: its client could not tell what became of it.
             if one.received or not one.has_more():
                 return one
         return None

@@ -1,20 +1,20 @@
-"""The daemon's end of the lane: small questions over plain sockets, all of them in one thread.
+"""The daemon's end of the lane: small requests over plain sockets, all of them in one thread.
 
-A Flight exchange costs a quarter of a millisecond of processor time for a question and its answer, whatever they are,
+A Flight exchange costs a quarter of a millisecond of processor time for a request and its response, whatever they are,
 and a thread for each client. A transaction of one row should not cost more than its sync does. So here
 
-1. one thread reads the questions of all connections that have one, and decodes them;
-2. commits among them go to the writer as one run, and become one group; everything else is answered at once;
-3. the writer answers each commit itself, by a send on its socket, as soon as the group is durable.
+1. one thread reads the requests of all connections that have one, and decodes them;
+2. commits among them go to the writer as one run, and become one group; everything else is handled at once;
+3. the writer responds to each commit itself, by a send on its socket, as soon as the group is durable.
 
 While the writer syncs, which it does without Python's lock, this thread decodes the next group.
 
-The rows of a queue are an answer of another size (``shipment``). Sending them may wait for the disk, so a few threads
-beside this one do it, and a connection is theirs meanwhile; a client that takes its rows slowly comes back here, where
-waiting costs nobody a thread.
+The rows of a queue are a response of another size (``file_sender``). Sending them may wait for the disk, so a few
+sender threads beside this one do it, and a connection is theirs meanwhile; a client that takes its rows slowly comes
+back here, where waiting costs nobody a thread.
 
 A socket is closed by this thread, but never while the writer has a commit of it (``committing``) or somebody is about
-to write to it (``sending``): then whoever writes last closes it. Else an answer could end up on a connection that was
+to write to it (``sending``): then whoever writes last closes it. Else a response could end up on a connection that was
 made since under the same number.
 
 Whatever goes wrong with what is done for one connection ends that connection alone (``_failed``). What goes wrong
@@ -42,14 +42,14 @@ from shuffle.statestore.engine.commit_group import Span
 from shuffle.statestore.local.commit_queue import Pending
 from shuffle.statestore.local.local import LocalStore
 from shuffle.statestore.request import CommitRequest, Committed
-from shuffle.statestore.server.file_sender import Progress, Shipment
-from shuffle.statestore.server.handlers import Questions
+from shuffle.statestore.server.file_sender import FileSend, Progress
+from shuffle.statestore.server.handlers import Handlers, Request
 from shuffle.statestore.server.lane_connections import Connection, Connections, Poll, peer_of
 from shuffle.statestore.store import Moment
 from shuffle.statestore.wire.lane_frames import (
-    ANSWER_BYTES_MAX,
     GREETING,
-    QUESTION_BYTES_MAX,
+    REQUEST_BYTES_MAX,
+    RESPONSE_BYTES_MAX,
     decode_frame,
     encode_frame,
     frame_bytes,
@@ -58,11 +58,11 @@ from shuffle.statestore.wire.lane_frames import (
     send_at_once,
 )
 from shuffle.statestore.wire.messages import Header, Rows
-from shuffle.statestore.wire.operations import check_question
+from shuffle.statestore.wire.operations import check_request
 from shuffle.support.logs import get_logger
 from shuffle.support.vital_threads import OnDeath, start_vital
 
-CARRIERS = 4
+SENDERS = 4
 """Threads that send rows of queues: so many reads may wait for the disk at once."""
 
 _RECEIVE_BYTES = 64 * KIB
@@ -73,12 +73,12 @@ _ACCEPT_AGAIN_S = 0.01
 _log = get_logger("statestore")
 
 
-class _Asked(Pending):
-    """A commit that a connection waits for. The writer's thread answers it."""
+class _LaneCommit(Pending):
+    """A commit that a connection waits for. The writer's thread responds to it."""
 
     __slots__ = ("_connection", "_finished", "_lane", "_moment")
 
-    def __init__(self, request: CommitRequest, moment: Moment | None, lane: Lane, connection: Connection) -> None:
+    def __init__(self, request: CommitRequest, moment: Moment | None, lane: LaneServer, connection: Connection) -> None:
         super().__init__(request)
         self._moment = moment
         self._lane = lane
@@ -86,18 +86,18 @@ class _Asked(Pending):
         self._finished = False
 
     def finish(self, answer: Committed | ShuffleError) -> None:
-        # A second answer would be taken for that to the next question.
+        # A second response would be taken for that to the next request.
         if not self._finished:
             self._finished = True
             self._lane.finish(self._connection, self._moment, answer)
 
 
-class Lane:
-    """Listens, reads and answers until it is closed."""
+class LaneServer:
+    """Listens, reads and responds until it is closed."""
 
-    def __init__(self, host: str, store: LocalStore, questions: Questions, on_death: OnDeath) -> None:
+    def __init__(self, host: str, store: LocalStore, handlers: Handlers, on_death: OnDeath) -> None:
         self._store = store
-        self._questions = questions
+        self._handlers = handlers
         self._selector = selectors.DefaultSelector()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         far = socket.create_server((host.strip("[]"), 0), family=family, backlog=_BACKLOG)
@@ -113,25 +113,25 @@ class Lane:
         for listener in self._listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
-        self._ear, self._mouth = socket.socketpair()
-        self._ear.setblocking(False)
-        self._mouth.setblocking(False)
-        self._selector.register(self._ear, selectors.EVENT_READ, self._hear)
-        self._told: deque[tuple[Connection | None, Callable[[], None]]] = deque()
-        """What other threads want done by this one, and for which connection."""
-        self._connections = Connections()
+        self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
+        self._wakeup_receiver.setblocking(False)
+        self._wakeup_sender.setblocking(False)
+        self._selector.register(self._wakeup_receiver, selectors.EVENT_READ, self._run_calls)
+        self._calls: deque[tuple[Connection | None, Callable[[], None]]] = deque()
+        """Calls that other threads want made by this one, and for which connection."""
+        self.connections = Connections()
         self._polls: list[Poll] = []
         self._commits: list[Pending] = []
         self._now = self._swept_at = time.monotonic()
         """When the last turn of the loop began, which is good enough for bounds of seconds."""
-        self._carriers = ThreadPoolExecutor(CARRIERS, thread_name_prefix="store-carrier")
+        self._senders = ThreadPoolExecutor(SENDERS, thread_name_prefix="store-sender")
         self._closed = False
         self._thread = start_vital(self._run, "store-lane", on_death)
 
     def close(self) -> None:
-        """Nothing is read any more. Answers on their way have been given if the store was closed before."""
+        """Nothing is read any more. Responses on their way have been sent if the store was closed before."""
         self._closed = True
-        self._tell(None, lambda: None)
+        self._call_from_outside(None, lambda: None)
         self._thread.join(5)
 
     # --- the one thread ---
@@ -140,15 +140,15 @@ class Lane:
         try:
             while not self._closed:
                 self._turn()
-            self._carriers.shutdown()
-            self._hear()
+            self._senders.shutdown()
+            self._run_calls()
         finally:
             # Whatever the reason is, nobody is left waiting at the other end.
-            self._carriers.shutdown(wait=False)
-            for connection in self._connections:
+            self._senders.shutdown(wait=False)
+            for connection in self.connections:
                 self._drop(connection)
             self._selector.close()
-            for sock in (*self._listeners, self._ear, self._mouth):
+            for sock in (*self._listeners, self._wakeup_receiver, self._wakeup_sender):
                 sock.close()
 
     def _turn(self) -> None:
@@ -186,8 +186,8 @@ class Lane:
     def _ready(self, connection: Connection, events: int) -> None:
         if events == selectors.EVENT_READ:
             self._receive(connection)
-        elif connection.shipment is not None:
-            self._carry(connection)
+        elif connection.file_send is not None:
+            self._send_file(connection)
         else:
             self._send_rest(connection)
             if events & selectors.EVENT_READ:
@@ -199,28 +199,28 @@ class Lane:
         return min(max(self._polls[0].deadline - time.monotonic(), 0), _SELECT_S)
 
     def _sweep(self) -> None:
-        """End the connections whose clients have stopped in the middle of a question or an answer."""
+        """End the connections whose clients have stopped in the middle of a request or a response."""
         self._swept_at = self._now
-        for connection in self._connections.overdue(self._now):
+        for connection in self.connections.overdue(self._now):
             _log.info("a client of the lane was silent too long", peer=connection.peer)
             self._drop(connection)
 
-    def _tell(self, connection: Connection | None, what: Callable[[], None]) -> None:
-        """Have this thread do something for ``connection``. Called by any thread."""
-        self._told.append((connection, what))
+    def _call_from_outside(self, connection: Connection | None, call: Callable[[], None]) -> None:
+        """Have this thread make a call for ``connection``. Used by any thread."""
+        self._calls.append((connection, call))
         # With no room in the socket there are wake-ups enough in it; and after the end nobody listens.
         with contextlib.suppress(OSError):
-            self._mouth.send(b"\0")
+            self._wakeup_sender.send(b"\0")
 
-    def _hear(self) -> None:
+    def _run_calls(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            self._ear.recv(_RECEIVE_BYTES)
-        while self._told:
-            connection, what = self._told.popleft()
+            self._wakeup_receiver.recv(_RECEIVE_BYTES)
+        while self._calls:
+            connection, call = self._calls.popleft()
             if connection is None:
-                what()
+                call()
             else:
-                self._attend(connection, what)
+                self._attend(connection, call)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -233,15 +233,15 @@ class Lane:
             time.sleep(_ACCEPT_AGAIN_S)
             return
         peer, now = peer_of(sock, address), time.monotonic()
-        if self._connections.is_full(peer):
-            idle = self._connections.giving_way(peer, now)
+        if self.connections.is_full(peer):
+            idle = self.connections.giving_way(peer, now)
             if idle is None:
                 # Without the greeting the client knows that nobody listens to it.
                 sock.close()
                 return
             self._drop(idle)
         connection = Connection(sock, peer, now)
-        self._connections.add(connection)
+        self.connections.add(connection)
         self._attend(connection, self._greet, connection)
 
     def _greet(self, connection: Connection) -> None:
@@ -262,22 +262,22 @@ class Lane:
         connection.events = events
 
     def _drop(self, connection: Connection) -> None:
-        """The connection is over. If an answer is on its way, whoever gives it closes the socket."""
-        if connection in self._connections:
-            self._connections.remove(connection)
+        """The connection is over. If a response is on its way, whoever sends it closes the socket."""
+        if connection in self.connections:
+            self.connections.remove(connection)
             # The selector may have lost it already, if that is what went wrong.
             with contextlib.suppress(KeyError, ValueError, OSError):
                 self._look_for(connection, 0)
         if connection.waiting is not None:
             self._end_poll(connection)
-        if connection.shipment is not None and not connection.sending:
-            connection.shipment.close()
-            connection.shipment = None
+        if connection.file_send is not None and not connection.sending:
+            connection.file_send.close()
+            connection.file_send = None
         connection.gone = True
         if not connection.is_used:
             connection.sock.close()
 
-    # --- questions ---
+    # --- requests ---
 
     def _receive(self, connection: Connection) -> None:
         try:
@@ -289,53 +289,53 @@ class Lane:
         if not data:
             self._drop(connection)
             return
-        if connection.asked or connection.unsent:
-            raise BadInput("a second question before the first was answered")
+        if connection.has_request or connection.unsent:
+            raise BadInput("a second request before the response to the first")
         if not connection.received:
             connection.since = self._now
-        connection.heard = True
+        connection.was_used = True
         data = connection.received + data
         whole = frame_bytes(data)
-        if whole is not None and whole > QUESTION_BYTES_MAX:
-            self._refuse(connection, TooLarge(f"a question of {whole} bytes, more than {QUESTION_BYTES_MAX}"))
+        if whole is not None and whole > REQUEST_BYTES_MAX:
+            self._refuse(connection, TooLarge(f"a request of {whole} bytes, more than {REQUEST_BYTES_MAX}"))
         elif whole is None or len(data) < whole:
             connection.received = data
         elif len(data) > whole:
-            self._refuse(connection, BadInput("more than one question at a time"))
+            self._refuse(connection, BadInput("more than one request at a time"))
         else:
             connection.received = b""
-            connection.asked = True
-            self._answer(connection, data)
+            connection.has_request = True
+            self._respond(connection, data)
 
     def _refuse(self, connection: Connection, error: ShuffleError) -> None:
         """What comes after such a beginning cannot be understood: say so, and hang up."""
         with contextlib.suppress(OSError):
-            connection.sock.send(encode_frame(self._questions.failed(error), None))
+            connection.sock.send(encode_frame(self._handlers.failed(error), None))
         self._drop(connection)
 
-    def _answer(self, connection: Connection, data: bytes) -> None:
+    def _respond(self, connection: Connection, data: bytes) -> None:
         try:
             header, rows = decode_frame(data)
-            check_question(header)
+            check_request(header)
             if not is_small(header, rows):
-                raise BadInput(f"the operation {header.get('op')!r}, or so many rows, are asked over Flight")
+                raise BadInput(f"the operation {header.get('op')!r}, or so many rows, are sent over Flight")
             if header["op"] == "commit":
-                self._commits.append(_Asked(*self._questions.commit_of(header, rows), self, connection))
+                self._commits.append(_LaneCommit(*self._handlers.commit_of(header, rows), self, connection))
                 connection.committing = True
                 return
             if header["op"] == "read":
                 self._read(connection, header, time.monotonic() + header["wait_ms"] / 1000)
                 return
-            answer: tuple[Header, Any] = self._questions.answer(header, rows)
+            response: tuple[Header, Any] = self._handlers.handle(Request(header, rows))
         except Exception as error:
-            answer = self._questions.failed(error), None
-        self._send(connection, *answer)
+            response = self._handlers.failed(error), None
+        self._send(connection, *response)
 
     def _read(self, connection: Connection, header: Header, deadline: float) -> None:
-        """Where the rows are; when there are none, the question waits without a thread."""
+        """Where the rows are; when there are none, the request waits without a thread."""
 
         def arrived() -> None:
-            self._tell(connection, lambda: self._look_again(connection))
+            self._call_from_outside(connection, lambda: self._look_again(connection))
 
         place = header["queue"], header["partition"]
         bounds = header["begin"], header["rows"], header["bytes"]
@@ -347,42 +347,37 @@ class Lane:
         if span is None:
             self._store.unwatch(*place, connection)
         if span is None or header.get("local"):
-            self._send(connection, self._questions.located(span), None)
+            self._send(connection, self._handlers.located(header, span), None)
         else:
-            self._ship(connection, header, span)
+            self._send_records(connection, header, span)
 
     # --- rows of queues ---
 
-    def _ship(self, connection: Connection, header: Header, span: Span) -> None:
-        """Answer with the rows themselves, behind a frame that says how many bytes they are."""
-        path = self._store.segment_path(span.file)
-        answer = {"file": str(path), "offset": span.offset, "segment": span.segment_begin, "end": span.end}
-        answer["bytes"] = span.size_bytes
-        try:
-            connection.shipment = Shipment(encode_frame(answer, None), path, span.offset, span.size_bytes)
-        except FileNotFoundError:
-            raise self._store.missing(path, header["queue"], header["partition"], header["begin"]) from None
-        # A failure here is not an answer any more: nothing is read from the connection until it is carried.
-        self._attend(connection, self._carry, connection)
+    def _send_records(self, connection: Connection, header: Header, span: Span) -> None:
+        """Respond with the rows themselves, behind a frame that says how many bytes they are."""
+        mapped = self._handlers.map_records(header, span)
+        connection.file_send = FileSend(encode_frame(self._handlers.described(header, span), None), mapped)
+        # A failure here is not a response any more: nothing is read from the connection until all of it is sent.
+        self._attend(connection, self._send_file, connection)
 
-    def _carry(self, connection: Connection) -> None:
-        """Hand the connection to a carrier. Until it comes back, this thread neither uses nor closes it."""
-        assert connection.shipment is not None
+    def _send_file(self, connection: Connection) -> None:
+        """Hand the connection to a sender thread. Until it comes back, this thread neither uses nor closes it."""
+        assert connection.file_send is not None
         self._look_for(connection, 0)
-        self._carriers.submit(self._send_shipment, connection, connection.shipment)
+        self._senders.submit(self._send_part, connection, connection.file_send)
         connection.sending = True
 
-    def _send_shipment(self, connection: Connection, shipment: Shipment) -> None:
-        """Called by a carrier."""
-        before_bytes, progress = shipment.left_bytes, Progress.BROKEN
+    def _send_part(self, connection: Connection, file_send: FileSend) -> None:
+        """Called by a sender thread."""
+        before_bytes, progress = file_send.left_bytes, Progress.BROKEN
         try:
-            progress = shipment.send(connection.sock)
+            progress = file_send.send(connection.sock)
         except Exception as error:
             _log.error("rows of a queue cannot be sent", peer=connection.peer, error=error)
-        taken = shipment.left_bytes < before_bytes
-        self._tell(connection, lambda: self._carried(connection, progress, taken))
+        taken = file_send.left_bytes < before_bytes
+        self._call_from_outside(connection, lambda: self._part_sent(connection, progress, taken))
 
-    def _carried(self, connection: Connection, progress: Progress, taken: bool) -> None:
+    def _part_sent(self, connection: Connection, progress: Progress, taken: bool) -> None:
         connection.sending = False
         if taken:
             connection.since = time.monotonic()
@@ -391,13 +386,13 @@ class Lane:
         elif progress is Progress.FULL:
             self._look_for(connection, selectors.EVENT_WRITE)
         elif progress is Progress.BROKEN:
-            # Whoever has half of an answer can only ask again, on another connection.
+            # Whoever has half of a response can only send the request again, on another connection.
             self._drop(connection)
         else:
-            assert connection.shipment is not None
-            connection.shipment.close()
-            connection.shipment = None
-            connection.asked = False
+            assert connection.file_send is not None
+            connection.file_send.close()
+            connection.file_send = None
+            connection.has_request = False
             self._look_for(connection, selectors.EVENT_READ)
 
     def _look_again(self, connection: Connection) -> None:
@@ -407,16 +402,16 @@ class Lane:
         try:
             self._read(connection, poll.header, poll.deadline)
         except Exception as error:
-            self._send(connection, self._questions.failed(error), None)
+            self._send(connection, self._handlers.failed(error), None)
 
     def _end_polls(self) -> None:
-        """Answer the polls whose time is over, and forget those that were answered before."""
+        """Respond to the polls whose time is over, and forget those that have their response."""
         now = time.monotonic()
         while self._polls and (self._polls[0].deadline <= now or not self._is_open(self._polls[0])):
             poll = heapq.heappop(self._polls)
             if self._is_open(poll):
                 self._attend(poll.connection, self._end_poll, poll.connection)
-                self._send(poll.connection, self._questions.located(None), None)
+                self._send(poll.connection, self._handlers.located(poll.header, None), None)
 
     @staticmethod
     def _is_open(poll: Poll) -> bool:
@@ -427,23 +422,23 @@ class Lane:
         if poll is not None:
             self._store.unwatch(poll.header["queue"], poll.header["partition"], connection)
 
-    # --- answers ---
+    # --- responses ---
 
-    def finish(self, connection: Connection, moment: Moment | None, answer: Committed | ShuffleError) -> None:
-        """Answer a commit. Called by the writer, which nothing that happens here may stop."""
+    def finish(self, connection: Connection, moment: Moment | None, outcome: Committed | ShuffleError) -> None:
+        """Respond to a commit. Called by the writer, which nothing that happens here may stop."""
         if moment is not None:
             self._store.release_moment(moment)
-        if isinstance(answer, ShuffleError):
-            self._send(connection, self._questions.failed(answer), None)
+        if isinstance(outcome, ShuffleError):
+            self._send(connection, self._handlers.failed(outcome), None)
         else:
-            self._send(connection, self._questions.committed(answer), None)
+            self._send(connection, self._handlers.committed(outcome), None)
 
     def _send(self, connection: Connection, header: Header, rows: Rows | None) -> None:
-        """Give the answer to what the connection asked. Called by this thread or by the writer."""
+        """Send the response to the connection's request. Called by this thread or by the writer."""
         data = self._encoded(header, rows)
         connection.sending = True
-        # Before it is sent: the client's next question may be here before this thread goes on.
-        connection.asked = connection.committing = False
+        # Before it is sent: the client's next request may be here before this thread goes on.
+        connection.has_request = connection.committing = False
         try:
             sent = connection.sock.send(data)
         except BlockingIOError:
@@ -454,7 +449,7 @@ class Lane:
         if sent < len(data):
             connection.since = time.monotonic()
             connection.unsent = data[sent:]
-            self._tell(connection, lambda: self._send_rest(connection))
+            self._call_from_outside(connection, lambda: self._send_rest(connection))
         connection.sending = False
         if connection.gone:
             connection.sock.close()
@@ -463,9 +458,9 @@ class Lane:
         try:
             data = encode_frame(header, rows)
         except Exception as error:
-            _log.error("an answer cannot be told", error=error)
-            return encode_frame(self._questions.failed(error), None)
-        return data if len(data) <= ANSWER_BYTES_MAX else encode_frame({**header, "elsewhere": True}, None)
+            _log.error("a response cannot be encoded", error=error)
+            return encode_frame(self._handlers.failed(error), None)
+        return data if len(data) <= RESPONSE_BYTES_MAX else encode_frame({**header, "elsewhere": True}, None)
 
     def _send_rest(self, connection: Connection) -> None:
         if connection.gone:

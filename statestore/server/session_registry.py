@@ -12,7 +12,7 @@ from shuffle.statestore.store import Moment
 from shuffle.support.vital_threads import start_vital
 
 
-class Held:
+class SessionRegistry:
     """The sessions of all clients, and the moments they hold at the store. Safe to use from many threads."""
 
     def __init__(self, store: LocalStore) -> None:
@@ -21,6 +21,9 @@ class Held:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._reaper = start_vital(self._reap, "session-reaper", store.fail)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
 
     def open_session(self, ttl_ms: int, peer: str = "") -> int:
         """``peer`` is who asks for it: one of them cannot have all sessions."""

@@ -1,13 +1,13 @@
-"""The lane's frames: small questions and answers over a plain socket.
+"""The lane's frames: small requests and responses over a plain socket.
 
     [ u32 bytes after these four ] [ u32 bytes of the header ] [ u32 rows ] [ header ]
     [ u32 length of each key ] [ u32 length of each value ] [ the keys ] [ the values ]
 
 All numbers are little-endian; a length of FFFFFFFF is a null, and so many rows are none at all. The header is the JSON
-object of ``wire``. When a client connects, the daemon says ``GREETING``; then the client asks one question at a time,
-and each has one answer. There is no Arrow in this: for a few rows an array costs more than the rows.
+object of ``wire``. When a client connects, the daemon says ``GREETING``; then the client sends one request at a
+time, and each has one response. There is no Arrow in this: for a few rows an array costs more than the rows.
 
-The answer to a read of a queue has no rows. Its header says how many ``bytes`` of records follow the frame, as they
+The response to a read of a queue has no rows. Its header says how many ``bytes`` of records follow the frame, as they
 stand in the segment file; to a reader that maps the file itself (``local``) it says where they are, and none follow.
 """
 
@@ -21,19 +21,20 @@ from shuffle.errors import BadInput
 from shuffle.limits import KIB, MIB, TICKET_BYTES_MAX
 from shuffle.statestore.codec.arrow_bytes import bytes_of
 from shuffle.statestore.wire.messages import Header, Rows, decode_header, encode_header
+from shuffle.statestore.wire.operations import OPERATIONS
 
 GREETING = b"statestore lane 1\n"
 
-QUESTION_BYTES_MAX = 256 * KIB
-"""The daemon decodes all questions in one thread: a large one would hold up the others, and goes over Flight."""
+REQUEST_BYTES_MAX = 256 * KIB
+"""The daemon decodes all requests in one thread: a large one would hold up the others, and goes over Flight."""
 
-ANSWER_BYTES_MAX = 1 * MIB
-"""A larger answer is not given: the client asks for it over Flight."""
+RESPONSE_BYTES_MAX = 1 * MIB
+"""A larger response is not sent: the client asks for it over Flight."""
 
 ROWS_MAX = 1024
-"""Rows of one question: a row costs half a microsecond to decode."""
+"""Maximum rows of one request: a row costs half a microsecond to decode."""
 
-_OPERATIONS = frozenset({"get", "open", "release", "commit", "discard", "bounds", "read"})
+_ON_LANE = frozenset(name for name, operation in OPERATIONS.items() if operation.lane)
 
 _HEADER_BYTES_ROOM = TICKET_BYTES_MAX + KIB
 """What a header may take beside the rows and their lengths."""
@@ -46,7 +47,7 @@ _NULL = 0xFFFFFFFF
 def local_address(name: str) -> str:
     """The address of a Unix socket in Linux's abstract namespace: no file, so nothing to clean up.
 
-    For clients on the same machine: a question and its answer cost 50 microseconds of processor time over it, and 90
+    For clients on the same machine: a request and its response cost 50 microseconds of processor time over it, and 90
     over the loopback.
     """
     return f"\0{name}"
@@ -58,16 +59,16 @@ def send_at_once(sock: socket.socket) -> None:
 
 
 def is_small(header: Header, rows: Rows | None) -> bool:
-    """Whether a question belongs on the lane: it is quickly answered, and its rows are few and small."""
+    """Whether a request belongs on the lane: it is quickly handled, and its rows are few and small."""
     operation = header.get("op")
-    if operation not in _OPERATIONS:
+    if operation not in _ON_LANE:
         return False
     if rows is None:
         return True
     keys, values = rows
     if not (isinstance(keys, list) and isinstance(values, list)) or len(keys) > ROWS_MAX:
         return False
-    return bytes_of(keys) + bytes_of(values) <= QUESTION_BYTES_MAX - _HEADER_BYTES_ROOM
+    return bytes_of(keys) + bytes_of(values) <= REQUEST_BYTES_MAX - _HEADER_BYTES_ROOM
 
 
 def encode_frame(header: Header, rows: Rows | None) -> bytes:

@@ -1,11 +1,11 @@
 """The data plane's messages: what clients and the daemon say to each other about rows.
 
-A question and its answer are a JSON object, the header, and rows of two binary columns. They travel in one of two ways:
+A request and its response are a JSON object, the header, and rows of two binary columns. They travel in two ways:
 
-    Flight   a client keeps a few ``DoExchange`` streams open and asks one question at a time on each. The rows are a
-             record batch, the header is its ``app_metadata``. (A new call for each question would cost a third more
-             time alone, and five times more under load.)
-    lane     small ones over plain sockets, and reads of queues, whose answer is bytes of a file: ``lane_frames``
+    Flight   a client keeps a few ``DoExchange`` streams open and sends one request at a time on each. The rows are a
+             record batch, the header is its ``app_metadata``. (A new call for each request would cost a third more
+             time alone, and five times more under load.) The records of a queue are the value of a single row.
+    lane     small ones over plain sockets, and reads of queues, whose response is bytes of a file: ``lane_frames``
 
 A commit is a run of sections of these rows, listed in the header in their order (or, if they are many, as JSON in the
 value of a first row):
@@ -60,7 +60,7 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(data: bytes | None, bytes_max: int = TICKET_BYTES_MAX) -> Header:
-    """Of a question; for an answer give ``ANSWER_HEADER_BYTES_MAX``."""
+    """The header of a request; for that of a response give ``RESPONSE_HEADER_BYTES_MAX``."""
     if data is None:
         raise BadInput("a frame without a header")
     if len(data) > bytes_max:
@@ -106,7 +106,7 @@ def check_rows(batch: pa.RecordBatch) -> None:
 
 
 def check_frame(batch: pa.RecordBatch) -> None:
-    """The same for the rows of a question, which are not too many either."""
+    """The same for the rows of a request, which are not too many either."""
     check_rows(batch)
     size_bytes = bytes_of(batch.column(0)) + bytes_of(batch.column(1))
     if size_bytes > TRANSACTION_BYTES_MAX:

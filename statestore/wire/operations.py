@@ -1,14 +1,15 @@
 """The messages of the store and their fields, as data: what each may be, and within which bounds.
 
 Everything that reaches the store passes one of these tables once, before any of its code sees it: the header of a
-question (``OPERATIONS``), the sections of a commit (``SECTIONS``), a request of the control plane (``CONTROL``). What a
-client is answered passes ``ANSWERS``. ``docs/protocol.md`` shows them to people.
+request of the data plane (``OPERATIONS``), the sections of a commit (``SECTIONS``), a request of the control plane
+(``CONTROL``). What a client receives passes ``OPERATIONS`` too. ``docs/protocol.md`` shows them to people.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from shuffle.errors import BadInput
@@ -33,7 +34,7 @@ from shuffle.support.fields import (
 )
 
 SCAN_ROWS_MAX = 1_000_000
-"""Rows of one answer to a scan."""
+"""Maximum rows of one response to a scan."""
 
 SCHEMA_BYTES_MAX = 2 * MIB
 """The description of a table or a queue: a thousand columns with names of 255 bytes, and a type each."""
@@ -45,26 +46,66 @@ _HELD_MOMENT = number("moment", optional=True, needs="session")
 _ROWS = number("rows", UINT32_MAX)
 _STAGED = Field("staged", str, 32, 32, pattern=re.compile("[0-9a-f]{32}"))
 
-OPERATIONS: dict[str, tuple[Field, ...]] = {
-    "get": (_TABLE, _HELD_SESSION, _HELD_MOMENT, flag("hold", needs="session")),
-    "scan": (_TABLE, _HELD_SESSION, _HELD_MOMENT, number("rows", SCAN_ROWS_MAX, low=1), flag("reverse")),
-    "open": (_SESSION,),
-    "release": (_SESSION, _MOMENT),
-    "commit": (number("version", optional=True), _HELD_SESSION, _HELD_MOMENT, Field("sections", list, optional=True)),
-    "stage": (_QUEUE, number("ttl_ms", STAGED_TTL_MS_MAX, low=1)),
-    "discard": (_STAGED,),
-    "bounds": (_QUEUE,),
-    "read": (
-        _QUEUE,
-        _PARTITION,
-        number("begin"),
-        number("rows", low=1),
-        number("bytes", low=1),
-        number("wait_ms", WAIT_MS_MAX),
-        flag("local"),
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of the data plane: what its messages look like, and how they travel.
+
+    Every operation can be sent over Flight. The daemon has a handler for each (``server.handlers``), and
+    ``docs/protocol.md`` has a line for each; a test keeps all of them together.
+    """
+
+    request: tuple[Field, ...]
+    """The fields of the request's header, beside ``op``."""
+    response: tuple[Field, ...] = ()
+    """The fields of the header of a response that is no error."""
+    lane: bool = False
+    """Whether a small request of it may be sent over the lane, where all of them share one thread."""
+
+
+_OPENED = (number("moment"), number("version"))
+
+OPERATIONS: dict[str, Operation] = {
+    "get": Operation(
+        (_TABLE, _HELD_SESSION, _HELD_MOMENT, flag("hold", needs="session")),
+        (number("moment", optional=True, needs="version"), number("version", optional=True), flag("elsewhere")),
+        lane=True,
+    ),
+    "scan": Operation(
+        (_TABLE, _HELD_SESSION, _HELD_MOMENT, number("rows", SCAN_ROWS_MAX, low=1), flag("reverse")),
+    ),
+    "open": Operation((_SESSION,), _OPENED, lane=True),
+    "release": Operation((_SESSION, _MOMENT), lane=True),
+    "commit": Operation(
+        (number("version", optional=True), _HELD_SESSION, _HELD_MOMENT, Field("sections", list, optional=True)),
+        (number("version"), Field("appended", list)),
+        lane=True,
+    ),
+    "stage": Operation((_QUEUE, number("ttl_ms", STAGED_TTL_MS_MAX, low=1)), (text("staged"),)),
+    "discard": Operation((_STAGED,), lane=True),
+    "bounds": Operation((_QUEUE,), (Field("bounds", list),), lane=True),
+    "read": Operation(
+        (
+            _QUEUE,
+            _PARTITION,
+            number("begin"),
+            number("rows", low=1),
+            number("bytes", low=1),
+            number("wait_ms", WAIT_MS_MAX),
+            flag("local"),
+        ),
+        (
+            text("file", high=16 * NAME_BYTES_MAX, optional=True, needs="offset"),
+            number("offset", optional=True),
+            number("segment", optional=True),
+            number("end", optional=True),
+            number("bytes", 2 * BATCH_BYTES_MAX, optional=True, needs="end"),
+            Field("ends", list, optional=True, needs="end"),
+        ),
+        lane=True,
     ),
 }
-"""The header of each question, beside ``op``."""
+"""The one list of what the data plane can do."""
 
 SECTIONS: dict[str, tuple[Field, ...]] = {
     "read": (_ROWS,),
@@ -108,37 +149,14 @@ CONTROL: dict[str, tuple[Field, ...]] = {
 }
 """The requests of the control plane. That they have these fields, and of which type, is what protobuf sees to."""
 
-_OPENED = (number("moment"), number("version"))
-_ELSEWHERE = flag("elsewhere")
 
-ANSWERS: dict[str, tuple[Field, ...]] = {
-    "get": (number("moment", optional=True, needs="version"), number("version", optional=True), _ELSEWHERE),
-    "scan": (),
-    "open": _OPENED,
-    "release": (),
-    "commit": (number("version"), Field("appended", list)),
-    "stage": (text("staged"),),
-    "discard": (),
-    "bounds": (Field("bounds", list),),
-    "read": (
-        text("file", high=16 * NAME_BYTES_MAX, optional=True, needs="offset"),
-        number("offset", optional=True),
-        number("segment", optional=True),
-        number("end", optional=True),
-        number("bytes", 2 * BATCH_BYTES_MAX, optional=True, needs="end"),
-        Field("ends", list, optional=True, needs="end"),
-    ),
-}
-"""The header of each answer that is no error."""
-
-
-def check_question(header: Mapping[str, Any]) -> None:
-    """Raises ``BadInput`` unless the header is that of a question, with all of its fields as they should be."""
+def check_request(header: Mapping[str, Any]) -> None:
+    """Raises ``BadInput`` unless the header is that of a request, with all of its fields as they should be."""
     operation = header.get("op")
-    fields = OPERATIONS.get(operation) if isinstance(operation, str) else None
-    if fields is None:
+    known = OPERATIONS.get(operation) if isinstance(operation, str) else None
+    if known is None:
         raise BadInput(f"unknown operation {shown(operation)}: client and store are of different versions")
-    check_fields(f"the question {operation!r}", fields, header)
+    check_fields(f"the request {operation!r}", known.request, header)
 
 
 def check_section(kind: str, *fields: Any) -> None:
@@ -146,10 +164,10 @@ def check_section(kind: str, *fields: Any) -> None:
     check_items(f"the section {kind!r} of a commit", SECTIONS[kind], fields)
 
 
-def check_answer(operation: str, header: Mapping[str, Any]) -> None:
+def check_response(operation: str, header: Mapping[str, Any]) -> None:
     """Raises ``BadInput`` unless the header is one that a store answers ``operation`` with."""
     error = header.get("error")
     if error is None:
-        check_fields(f"the answer to {operation!r}", ANSWERS[operation], header)
+        check_fields(f"the response to {operation!r}", OPERATIONS[operation].response, header)
     elif not isinstance(error, str):
-        raise BadInput(f"the answer to {operation!r}: an error that is none")
+        raise BadInput(f"the response to {operation!r}: an error that is none")

@@ -1,4 +1,8 @@
-"""The stores that keep the contract: the one in this process, the one behind a daemon with and without its files."""
+"""The stores that keep the contract: the one in this process, and the one behind a daemon.
+
+Of a daemon, its files can be read by its clients or not; and it has a lane that they use, has one that they leave
+alone, or has none.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,17 @@ from shuffle.statestore import Queue, StateClient
 from tests.contract.accounts import NUMBERS, new_name
 from tests.daemons import StoreProcess
 
+DAEMONS: dict[str, tuple[list[str], dict[str, bool]]] = {
+    "daemon": ([], {}),
+    "daemon without its files": ([], {"local_files": False}),
+    "daemon without a lane": (["--no-lane"], {}),
+    "daemon without a lane or its files": (["--no-lane"], {"local_files": False}),
+    "daemon whose lane is not used": ([], {"lane": False, "local_files": False}),
+}
+"""The options of the daemon's command, and those of its clients."""
 
-@pytest.fixture(scope="module", params=["embedded", "daemon", "daemon without its files"])
+
+@pytest.fixture(scope="module", params=["embedded", *DAEMONS])
 def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Any]]:
     """Makes clients of one store: the same one where it is in this process, different ones of the daemon."""
     folder = tmp_path_factory.mktemp("store") / "state"
@@ -21,11 +34,12 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         with StateClient.open(folder) as client:
             yield lambda: client
         return
-    with StoreProcess(folder) as daemon:
+    options, how = DAEMONS[request.param]
+    with StoreProcess(folder, options=options) as daemon:
         made: list[StateClient] = []
 
         def connect() -> StateClient:
-            made.append(StateClient.connect(daemon.address, local_files=request.param == "daemon"))
+            made.append(StateClient.connect(daemon.address, **how))
             return made[-1]
 
         yield connect

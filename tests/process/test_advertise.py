@@ -50,7 +50,7 @@ class Fold(Reducer):
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[StoreProcess]:
-    with StoreProcess(tmp_path / "store", "0.0.0.0:0", advertise=STORE_HOST) as process:
+    with StoreProcess(tmp_path / "store", "0.0.0.0:0", options=["--advertise", STORE_HOST]) as process:
         yield process
 
 
@@ -80,7 +80,7 @@ def test_store_is_used_over_what_it_advertises(store: StoreProcess, by_folder: b
 
 
 def test_store_may_advertise_another_port(tmp_path: Path) -> None:
-    with StoreProcess(tmp_path / "store", "127.0.0.1:0", advertise="store.example.org:7070") as process:
+    with StoreProcess(tmp_path / "store", "127.0.0.1:0", options=["--advertise", "store.example.org:7070"]) as process:
         assert process.address == served_at(process.path) == "grpc://store.example.org:7070"
 
 

@@ -37,7 +37,7 @@ from shuffle.statestore.codec.sorted_table import Table
 from shuffle.statestore.engine.engine import RECORDS_MAX
 from shuffle.statestore.engine.segment import decode_batch, split_records
 from shuffle.statestore.remote import lane_client
-from shuffle.statestore.wire.lane_frames import GREETING, QUESTION_BYTES_MAX, decode_frame, encode_frame, local_address
+from shuffle.statestore.wire.lane_frames import GREETING, REQUEST_BYTES_MAX, decode_frame, encode_frame, local_address
 from shuffle.statestore.wire.messages import Header, rows_of
 from shuffle.statestore.wire.proto import control_pb2 as pb
 from shuffle.statestore.wire.proto import control_pb2_grpc
@@ -154,7 +154,7 @@ def test_refused_question_leaves_the_connection_in_use(daemon: StoreProcess) -> 
 
 def test_question_that_is_too_large_is_refused_before_it_is_read(daemon: StoreProcess) -> None:
     talker = Talker(daemon)
-    assert isinstance(error_of(talker.ask((QUESTION_BYTES_MAX + 1).to_bytes(4, "little"))), TooLarge)
+    assert isinstance(error_of(talker.ask((REQUEST_BYTES_MAX + 1).to_bytes(4, "little"))), TooLarge)
     assert talker.answer() is None
     talker.close()
 

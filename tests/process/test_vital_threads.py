@@ -74,7 +74,7 @@ def last_line(text: str) -> str:
 @pytest.mark.parametrize(
     ("thread", "place"),
     [
-        ("store-lane", "shuffle.statestore.server.lane_server:Lane._sweep"),
+        ("store-lane", "shuffle.statestore.server.lane_server:LaneServer._sweep"),
         ("store-writer", "shuffle.statestore.local.local:LocalStore._collect_garbage"),
         ("session-reaper", "shuffle.statestore.engine.sessions:Sessions.expire"),
     ],
@@ -141,7 +141,7 @@ def test_health_is_turned_off_before_anybody_is_told(tmp_path: Path, monkeypatch
         assert health_of(daemon) == health_pb2.HealthCheckResponse.SERVING
         with StateClient.connect(daemon.address) as client:
             client.create_queue("q", schema=NUMBERS, partitions=1)
-            monkeypatch.setattr(lane_server.Lane, "_sweep", raising)
+            monkeypatch.setattr(lane_server.LaneServer, "_sweep", raising)
             wait_until(lambda: bool(seen), "the daemon is told")
             [(error, health)] = seen
             assert isinstance(error, ThreadDied)
@@ -187,7 +187,7 @@ def test_embedded_store_without_its_writer_says_so_at_every_call(
 @pytest.mark.parametrize(
     ("thread", "place", "method"),
     [
-        ("store-deadlines", flight_client.StreamPool, "_watch"),
+        ("store-deadlines", flight_client.FlightClient, "_watch"),
         ("store-session", remote.RemoteStore, "_renew_session"),
     ],
 )

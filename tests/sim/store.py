@@ -1,6 +1,6 @@
 """The state store as a process of the simulation, and the client's end of the wire to it.
 
-The process runs the product's ``LocalStore`` (engine, writer, leases) and ``Held`` (sessions) on the simulated disk.
+The process runs the product's ``LocalStore`` (engine, writer, leases) and ``SessionRegistry`` on the simulated disk.
 ``SimStore`` is what ``RemoteStore`` is in the real world: it turns calls into messages, and lost answers into the
 errors that ``RemoteStore`` raises for them.
 """
@@ -17,9 +17,10 @@ import shuffle.statestore.local.local
 import shuffle.statestore.local.opening
 from shuffle.errors import CommitConflict, CommitUnknown, Expired, ShuffleError, StoreUnavailable
 from shuffle.statestore.codec.arrow_bytes import Binary
+from shuffle.statestore.codec.schema import QueueSchema
 from shuffle.statestore.engine.leases import Member
 from shuffle.statestore.request import CatalogueChange, CommitRequest, Committed
-from shuffle.statestore.server.session_registry import Held
+from shuffle.statestore.server.session_registry import SessionRegistry
 from shuffle.statestore.store import Moment, QueueRead
 from tests.sim import kernel
 from tests.sim.disk import Disk, SimKeys, SimMarker, SimSegments, sim_folder
@@ -30,7 +31,7 @@ ADDRESS = "grpc://store:1"
 TIMEOUT_S = 1.0
 SESSION_TTL_MS = 1_800
 
-Service = tuple[shuffle.statestore.local.local.LocalStore, Held]
+Service = tuple[shuffle.statestore.local.local.LocalStore, SessionRegistry]
 
 
 class StoreHost:
@@ -72,7 +73,7 @@ class StoreHost:
         opening.SegmentDisk = lambda folder: segments
         local.map_range = segments.map_range
         self.store = store = shuffle.statestore.local.local.LocalStore("sim")
-        held = Held(store)
+        held = SessionRegistry(store)
         self.network.listen(ADDRESS, process, (store, held))
         while store.failure is None:
             kernel.sleep(0.25)
@@ -106,7 +107,7 @@ class SimStore:
 
     # the wire
 
-    def _ask(self, label: str, handler: Callable[[Any, Held], Any], wait_ms: int = 0) -> Any:
+    def _ask(self, label: str, handler: Callable[[Any, SessionRegistry], Any], wait_ms: int = 0) -> Any:
         def serve(service: Service, call: Any) -> Any:
             return handler(*service)
 
@@ -143,7 +144,9 @@ class SimStore:
         if self._session_id == session_id:
             self._session_id = 0
 
-    def _in_session(self, label: str, handler: Callable[[Any, Held, int], Any], moment: Moment | None) -> Any:
+    def _in_session(
+        self, label: str, handler: Callable[[Any, SessionRegistry, int], Any], moment: Moment | None
+    ) -> Any:
         session_id = self._session()
         try:
             return self._ask(label, lambda store, held: handler(store, held, session_id))
@@ -169,7 +172,7 @@ class SimStore:
     # reading tables
 
     def open_moment(self) -> Moment:
-        def handler(store: Any, held: Held, session_id: int) -> Moment:
+        def handler(store: Any, held: SessionRegistry, session_id: int) -> Moment:
             moment = store.open_moment()
             held.hold(session_id, moment)
             return moment  # type: ignore[no-any-return]
@@ -203,13 +206,13 @@ class SimStore:
         if moment is None:
             return self._ask("get", lambda store, held: store.get(None, table_id, keys))
 
-        def handler(store: Any, held: Held, session_id: int) -> Binary:
+        def handler(store: Any, held: SessionRegistry, session_id: int) -> Binary:
             return store.get(held.held(session_id, moment.moment_id), table_id, keys)
 
         return self._in_session("get_at", handler, moment)
 
     def get_and_hold(self, table_id: int, keys: Binary) -> tuple[Moment, Binary]:
-        def handler(store: Any, held: Held, session_id: int) -> tuple[Moment, Binary]:
+        def handler(store: Any, held: SessionRegistry, session_id: int) -> tuple[Moment, Binary]:
             moment, values = store.get_and_hold(table_id, keys)
             held.hold(session_id, moment)
             return moment, values
@@ -261,11 +264,11 @@ class SimStore:
         return self._ask("bounds", lambda store, held: store.bounds(queue_id))  # type: ignore[no-any-return]
 
     def read(
-        self, queue_id: int, partition: int, begin: int, max_rows: int, max_bytes: int, wait_ms: int
+        self, queue: QueueSchema, partition: int, begin: int, max_rows: int, max_bytes: int, wait_ms: int
     ) -> QueueRead | None:
         return self._ask(  # type: ignore[no-any-return]
             "read",
-            lambda store, held: store.read(queue_id, partition, begin, max_rows, max_bytes, wait_ms),
+            lambda store, held: store.read(queue, partition, begin, max_rows, max_bytes, wait_ms),
             wait_ms,
         )
 

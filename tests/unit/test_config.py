@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +110,8 @@ def test_spec_user_config_keeps_its_types(tmp_path: Path) -> None:
     spec = load_spec(write(tmp_path, SPEC + "lease_ttl: 2s\nmetrics: 9100\n"))
     assert spec.lease_ttl_ms == 2_000
     assert [spec.metrics_port("reducer", 1), spec.metrics_port("mapper", 0)] == [9101, 9102]
+    assert spec.store_metrics_port() == 9099
+    assert [replace(spec, metrics=on).store_metrics_port() for on in (True, False)] == [0, None]
     text = SPEC.replace("memory: 64MiB", "config: {a: 1, b: [x, 2.5], c: {d: true}}")
     assert load_spec(write(tmp_path, text)).mapper.config == {"a": 1, "b": ["x", 2.5], "c": {"d": True}}
 

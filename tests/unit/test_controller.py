@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from shuffle.mapper.reader import encode_position
-from shuffle.metrics import MapperMetrics, ReducerMetrics, StoreMetrics, serve_metrics
+from shuffle.metrics import MapperMetrics, ReducerMetrics, serve_metrics
 from shuffle.run.controller import DrainGoal, drain_goal, look_whether_drained
 from shuffle.run.determinism import check_map, first_difference
 from shuffle.run.status import MapperStatus, ProcessorStatus, ReducerStatus, collect
@@ -256,7 +256,6 @@ def test_metrics_are_served_with_their_labels() -> None:
     assert 'shuffle_input_rows_total{index="3",processor="job",role="mapper"} 5.0' in text
     assert "shuffle_process_written_bytes" in text
     ReducerMetrics("job", 0).commit_seconds.observe(0.1)
-    StoreMetrics().commits.inc()
 
 
 def test_logs_are_json_lines_with_fields(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ DECIDED: dict[tuple[str, str], tuple[int, str]] = {
     ("statestore/server/session_registry.py", VITAL): (1, "the reaper of sessions: the daemon ends"),
     ("statestore/server/lane_server.py", "ThreadPoolExecutor"): (
         1,
-        "carriers: what goes wrong ends the connection it was done for",
+        "sender threads: what goes wrong ends the connection it was done for",
     ),
     ("statestore/server/control_server.py", "ThreadPoolExecutor"): (
         2,
@@ -52,7 +52,7 @@ DECIDED: dict[tuple[str, str], tuple[int, str]] = {
     ("reducer/daemon.py", VITAL): (1, "reduce and commit: the reducer ends"),
     ("reducer/fetch.py", VITAL): (1, "a fetcher: the reducer ends"),
     ("shuffle/discovery.py", VITAL): (2, "lease and directory: the worker ends"),
-    ("shuffle/metrics.py", VITAL): (1, "the metrics: the worker ends"),
+    ("shuffle/support/metrics.py", VITAL): (1, "the metrics: the worker, or the store's daemon, ends"),
     # The controller.
     ("shuffle/run/controller.py", "ThreadPoolExecutor"): (
         1,

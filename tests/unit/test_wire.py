@@ -15,7 +15,7 @@ from shuffle.limits import TICKET_BYTES_MAX
 from shuffle.statestore.codec.arrow_bytes import listed
 from shuffle.statestore.engine.conflicts import KeyRange
 from shuffle.statestore.request import Append, CommitRequest, Expect, Publish, Reads, TableWrite, Trim
-from shuffle.statestore.wire.lane_frames import QUESTION_BYTES_MAX, decode_frame, encode_frame, frame_bytes, is_small
+from shuffle.statestore.wire.lane_frames import REQUEST_BYTES_MAX, decode_frame, encode_frame, frame_bytes, is_small
 from shuffle.statestore.wire.messages import (
     FRAME,
     Header,
@@ -258,7 +258,7 @@ def test_lane_takes_only_what_is_small_and_quickly_answered() -> None:
     assert not is_small({"op": "scan"}, ([b"a"], [b"b"]))
     assert not is_small({}, None)
     assert not is_small({"op": "commit"}, (binary(b"a"), [b"b"]))
-    assert not is_small({"op": "commit"}, ([b"a"], [bytes(QUESTION_BYTES_MAX)]))
+    assert not is_small({"op": "commit"}, ([b"a"], [bytes(REQUEST_BYTES_MAX)]))
     assert not is_small({"op": "commit"}, ([b"a"] * 2000, [None] * 2000))
 
 

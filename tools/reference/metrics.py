@@ -1,4 +1,4 @@
-"""The metrics that workers serve, from the registries themselves."""
+"""The metrics that workers and the store serve, from the registries themselves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
-from shuffle import metrics
+from shuffle.metrics import MapperMetrics, ReducerMetrics
+from shuffle.statestore.server.metrics import StoreMetrics
+from shuffle.support.metrics import LABELS
 from tools.reference import text
 from tools.reference.pages import ROOT
 
@@ -17,8 +19,9 @@ _ARGUMENTS = {"processor": "PROCESSOR", "index": 0, "role": "ROLE"}
 
 def regions() -> dict[str, str]:
     families = {role: _families(kind) for role, kind in served().items()}
-    common = {name for name in next(iter(families.values())) if all(name in found for found in families.values())}
-    first = next(iter(families.values()))
+    workers = [named for role, named in families.items() if role != "store"]
+    first = workers[0]
+    common = {name for name in first if all(name in found for found in workers)}
     found = {"metrics of every worker": _table([first[name] for name in first if name in common])}
     for role, named in families.items():
         found[f"metrics {role}"] = _table([family for name, family in named.items() if name not in common])
@@ -32,7 +35,8 @@ def served() -> dict[str, type[Any]]:
         for folder in ("mapper", "reducer", "statestore", "shuffle", "spark_connector")
         for path in sorted((ROOT / folder).rglob("*.py"))
     )
-    kinds = [kind for kind in metrics._Metrics.__subclasses__() if re.search(rf"\b{kind.__name__}\((?!_)", sources)]
+    made = (MapperMetrics, ReducerMetrics, StoreMetrics)
+    kinds = [kind for kind in made if re.search(rf"(?<!class ){kind.__name__}\(", sources)]
     return {kind.__name__.removesuffix("Metrics").lower(): kind for kind in kinds}
 
 
@@ -50,7 +54,7 @@ def _table(families: list[Metric]) -> str:
     for family in families:
         # A counter's family is called without the ending under which Prometheus reads it.
         name = f"{family.name}_total" if family.type == "counter" else family.name
-        own = [label for label in family.samples[0].labels if label not in (*metrics._LABELS, "le")]
+        own = [label for label in family.samples[0].labels if label not in (*LABELS, "le")]
         labels = ", ".join(text.code(label) for label in own)
         rows.append((text.code(name), family.type, labels, text.sentence(family.documentation)))
     return text.table(("metric", "type", "further labels", "what it says"), rows)

@@ -32,7 +32,7 @@ _KINDS: dict[Any, tuple[str, str]] = {
     spec_file._share: ("share", "above 0, up to 1"),
     spec_file._folder: ("folder", ""),
     spec_file._state: ("folder or address", ""),
-    spec_file._metrics: ("`true`, `false` or a port", "1024 to 60000"),
+    spec_file._metrics: ("`true`, `false` or a port", "1025 to 60000"),
     spec_file._queue_name: ("name of a queue", ""),
     spec_file._user_config: ("mapping", ""),
 }

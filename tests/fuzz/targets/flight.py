@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ from tests.fuzz.findings import Outcome, Problem
 from tests.fuzz.mutate import as_read, changed, damaged, to_json
 from tests.fuzz.oracles import answer_problems
 from tests.fuzz.targets.base import STAGED_MS, LaneRows, Questions, bounded
-from tests.fuzz.targets.lane import VALUE_BYTES_MAX, appended_problems
+from tests.fuzz.targets.lane import LONG_WAIT_S, VALUE_BYTES_MAX, appended_problems
 from tests.fuzz.world import ANSWER_S_MAX, FUZZ_QUEUE, World
 
 STREAM_QUESTIONS_MAX = 200
@@ -36,6 +37,12 @@ METHODS = (
     "PollFlightInfo",
     "Nothing",
 )
+
+RECORDS_BYTES_MAX = 32 << 20
+"""The records of a queue are one value, and no response has more bytes of them than this."""
+
+WAIT_MS_TAKEN = 100
+"""A read that waits longer is left."""
 
 
 class FlightTarget:
@@ -67,26 +74,31 @@ class FlightTarget:
 
     def _ask(self, chance: random.Random) -> Outcome:
         """Broken fields, rows that are right."""
-        header, rows = self._question(chance)
+        header, rows = self._questions.make(chance)
         broken: Any = changed(header, chance) if chance.random() < 0.6 else header
         data = to_json(broken, chance)
         broken = as_read(data, broken)
         if self._questions.is_harmful(broken):
             return Outcome("skipped")
+        if may_wait(broken):
+            return self._leave_waiting(data, bounded(broken))
         message = None if rows is None else arrow.Message.of(frame(*rows))
         return self._exchanged(message, data, broken, rows, bounded((broken, rows)))
 
-    def _question(self, chance: random.Random) -> tuple[Header, LaneRows | None]:
-        header, rows = self._questions.make(chance)
-        while header["op"] == "read":  # Rows of queues are asked for over the lane only.
-            header, rows = self._questions.make(chance)
-        return header, rows
+    def _leave_waiting(self, data: bytes, shown: str) -> Outcome:
+        """A read that may wait long, whose client goes away."""
+        exchange = Exchange(self._channel, f"{FLIGHT}DoExchange", ANSWER_S_MAX)
+        exchange.send(arrow.flight_data(arrow.Message.of_schema(FRAME), None, EXCHANGE))
+        exchange.send(arrow.flight_data(None, data))
+        time.sleep(LONG_WAIT_S)
+        exchange.end(abruptly=True)
+        return Outcome("left", shown=shown)
 
     def _lie(self, chance: random.Random) -> Outcome:
         """Fields that are right, rows that lie."""
-        header, rows = self._question(chance)
+        header, rows = self._questions.make(chance)
         while rows is None:
-            header, rows = self._question(chance)
+            header, rows = self._questions.make(chance)
         message, about = arrow.lying(arrow.Message.of(frame(*rows)), chance)
         shown = (
             f"{bounded(header)}, and the batch lies: {about}; {message.header.hex()[:300]} {message.body.hex()[:300]}"
@@ -105,7 +117,7 @@ class FlightTarget:
         about = "nothing"
         if chance.random() < 0.7:
             message, about = arrow.lying(message, chance)
-        header, _ = self._question(chance)
+        header, _ = self._questions.make(chance)
         exchange = Exchange(self._channel, f"{FLIGHT}DoExchange", ANSWER_S_MAX)
         exchange.send(arrow.flight_data(first, None, EXCHANGE))
         exchange.send(arrow.flight_data(message, to_json(header)))
@@ -116,7 +128,7 @@ class FlightTarget:
         exchange = Exchange(self._channel, f"{FLIGHT}DoExchange", ANSWER_S_MAX)
         schema = arrow.Message.of_schema(FRAME)
         command = chance.choice((EXCHANGE, EXCHANGE, b"", b"getrows/1", b"\xff\xfe", b"x" * 5000, None))
-        header, rows = self._question(chance)
+        header, rows = self._questions.make(chance)
         batch = arrow.Message.of(frame(*(rows or ([b"k"], [b"v"]))))
         pieces = [
             arrow.flight_data(schema, None, command),
@@ -190,7 +202,8 @@ class FlightTarget:
                 if result == "internal":
                     problems.append(Problem("untyped", error["message"][:200]))
                 continue
-            problems += _leaks(message)
+            is_read = isinstance(header, dict) and header.get("op") == "read"
+            problems += _leaks(message, RECORDS_BYTES_MAX if is_read else VALUE_BYTES_MAX)
             if isinstance(header, dict):
                 problems += self._accepted(header, rows, told)
         return Outcome(result, problems, result in calls.SUSPICIOUS, shown)
@@ -238,11 +251,17 @@ class FlightTarget:
             self._channel.close()
 
 
+def may_wait(header: Any) -> bool:
+    """Whether a request is a read that waits for rows longer than an answer may take."""
+    wait_ms = header.get("wait_ms") if isinstance(header, dict) and header.get("op") == "read" else None
+    return isinstance(wait_ms, int) and wait_ms > WAIT_MS_TAKEN
+
+
 def _has_dictionary(schema: pa.Schema) -> bool:
     return any(pa.types.is_dictionary(column.type) for column in schema)
 
 
-def _leaks(message: bytes) -> list[Problem]:
+def _leaks(message: bytes, bytes_max: int) -> list[Problem]:
     """Rows of an answer that cannot be: larger than anything ever written, or lying themselves."""
     head, _, body = calls.parts_of(message)
     if not head or not body:
@@ -255,6 +274,6 @@ def _leaks(message: bytes) -> list[Problem]:
     longest = max(
         (len(value) for column in batch.columns for value in column.to_pylist() if value is not None), default=0
     )
-    if longest <= VALUE_BYTES_MAX:
+    if longest <= bytes_max:
         return []
     return [Problem("leak", f"a value of {longest} bytes, and none so large was ever written")]

@@ -23,7 +23,7 @@ from shuffle.errors import FalseClaim, ShuffleError, SpecError, SplitBrain, Tabl
 from shuffle.ids import MapperIndex, ReducerIndex, new_guid
 from shuffle.mapper.core import MapperCore
 from shuffle.mapper.ingest import BACKOFF_S_MAX, BACKOFF_S_MIN, Ingestion, passes
-from shuffle.mapper.mapping import Mapping, create
+from shuffle.mapper.mapping import Mapping
 from shuffle.mapper.reader import PartitionReader, open_reader
 from shuffle.mapper.serve import MapperServer, SharedCore
 from shuffle.mapper.spill.spill import SpillEnd
@@ -34,6 +34,7 @@ from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
 from shuffle.support import crash_points
 from shuffle.support.logs import get_logger, setup_logging
 from shuffle.support.vital_threads import start_vital
+from shuffle.user_code.create import create
 from shuffle.user_code.poison import DEAD_LETTER_SCHEMA
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def _run(
     if schema is None:
         return
     worker = WorkerSpec(spec.processor, index, new_guid(), mapper_count, spec.reducer.count, spec.max_parallelism)
-    user = create(load_class(spec, "mapper"), spec.mapper.config, worker, client, schema)
+    user = create(load_class(spec, "mapper"), "mapper", spec.mapper.config, worker, client, schema)
     daemon = _Daemon(spec, client, worker, reader, Mapping(user, worker, spec.mapper.on_error), dead_letter_queue)
     daemon.run(listen, stop, on_ready)
 

@@ -32,10 +32,8 @@ from shuffle.errors import (
     StoreLocked,
     StoreNotWritable,
     StoreUnavailable,
-    UserCodeError,
 )
 from shuffle.ids import MapperIndex, ReducerIndex, new_guid
-from shuffle.jobs.library import check_config
 from shuffle.metrics import ReducerMetrics, serve_metrics
 from shuffle.reducer.commit import Committer
 from shuffle.reducer.core import Limits, ReducerCore, Settled, Work
@@ -49,7 +47,8 @@ from shuffle.support import crash_points
 from shuffle.support.logs import get_logger
 from shuffle.support.retry import Backoff
 from shuffle.support.vital_threads import start_vital
-from shuffle.user_code.poison import is_transient, place_of, reason_of
+from shuffle.user_code.create import create
+from shuffle.user_code.poison import is_transient
 
 CONFLICTS_MAX = 50
 """Conflicts of one work in a row. Races are lost a few times; with waits that grow, fifty is not a race but a fault."""
@@ -201,23 +200,12 @@ class ReducerDaemon:
 
     def _reduce_stage(self, directory: MapperDirectory) -> ReduceStage:
         spec = self._spec
-        cls = load_class(spec, "reducer")
-        config = check_config(cls, spec.reducer.config)
         worker = WorkerSpec(
             spec.processor, self.index, self.guid, self._mapper_count, spec.reducer.count, spec.max_parallelism
         )
-        try:
-            # What goes through here is remembered between commits (see ``known``).
-            reducer: Reducer = cls(config, worker, KnowingClient(self._client, self._known))
-        except Exception as error:
-            if is_transient(error):
-                raise
-            raise UserCodeError(
-                f"processor {spec.processor}, reducer {self.index}: {spec.reducer.class_name} could not be created: "
-                f"{reason_of(error)}{place_of(error)}",
-                processor=spec.processor,
-                reducer=self.index,
-            ) from error
+        # What goes through this client is remembered between commits (see ``row_cache``).
+        state = KnowingClient(self._client, self._known)
+        reducer: Reducer = create(load_class(spec, "reducer"), "reducer", spec.reducer.config, worker, state)
         return ReduceStage(
             reducer,
             self._client,

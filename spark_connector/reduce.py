@@ -21,7 +21,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 from pyspark.sql.types import StructType
 
-from shuffle.api import WorkerSpec
+from shuffle.api import Reducer, WorkerSpec
 from shuffle.errors import (
     BadInput,
     CommitConflict,
@@ -31,10 +31,8 @@ from shuffle.errors import (
     ShuffleError,
     SplitBrain,
     StoreError,
-    UserCodeError,
 )
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex, new_guid
-from shuffle.jobs.library import check_config
 from shuffle.mapper.spill.store import done_row_indexes
 from shuffle.reducer.commit import Committer
 from shuffle.reducer.core import ReducerCore, Settled, Work
@@ -48,7 +46,7 @@ from shuffle.spark_connector.source.query_lease import begin_task
 from shuffle.spark_connector.source.reader import DriverSide, ReducerPart, StreamReaderBase, source_processor
 from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
 from shuffle.statestore import StateClient
-from shuffle.user_code.poison import is_transient, place_of, reason_of
+from shuffle.user_code.create import create
 
 SUMMARY_SCHEMA = pa.schema(
     [
@@ -336,21 +334,10 @@ class ReduceTask:
 
     def _stage(self) -> ReduceStage:
         spec = self._spec
-        cls = load_class(spec, "reducer")
         worker = WorkerSpec(
             spec.processor, self._index, new_guid(), len(self._ends), spec.reducer.count, spec.max_parallelism
         )
-        try:
-            reducer = cls(check_config(cls, spec.reducer.config), worker, self._client)
-        except Exception as error:
-            if is_transient(error):
-                raise
-            raise UserCodeError(
-                f"processor {spec.processor}, reducer {self._index}: {spec.reducer.class_name} could not be created: "
-                f"{reason_of(error)}{place_of(error)}",
-                processor=spec.processor,
-                reducer=self._index,
-            ) from error
+        reducer: Reducer = create(load_class(spec, "reducer"), "reducer", spec.reducer.config, worker, self._client)
         return ReduceStage(
             reducer,
             self._client,

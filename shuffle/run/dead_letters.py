@@ -28,10 +28,10 @@ from shuffle.api import Reducer, WorkerSpec
 from shuffle.discovery import reducers_group
 from shuffle.errors import BadInput, CommitConflict, ShuffleError, SpecError, UserCodeError
 from shuffle.ids import new_guid
-from shuffle.jobs.library import check_config
 from shuffle.limits import MIB
 from shuffle.run.preflight import META_KEY, META_ROW, count_mappers
 from shuffle.spec.config import ProcessorSpec, load_class
+from shuffle.user_code.create import create
 from shuffle.user_code.poison import (
     DEAD_LETTER_SCHEMA,
     decode_row,
@@ -277,7 +277,6 @@ class Replay:
     def _reducer(self, index: int) -> Reducer:
         if index not in self._reducers:
             spec = self._spec
-            cls = load_class(spec, "reducer")
             worker = WorkerSpec(
                 spec.processor,
                 index,
@@ -286,7 +285,9 @@ class Replay:
                 spec.reducer.count,
                 spec.max_parallelism,
             )
-            self._reducers[index] = cls(check_config(cls, spec.reducer.config), worker, self._client)
+            self._reducers[index] = create(
+                load_class(spec, "reducer"), "reducer", spec.reducer.config, worker, self._client
+            )
         return self._reducers[index]
 
 

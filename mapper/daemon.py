@@ -24,7 +24,7 @@ from shuffle.errors import FalseClaim, ShuffleError, SpecError, SplitBrain, Tabl
 from shuffle.ids import MapperIndex, ReducerIndex, new_guid
 from shuffle.mapper.core import MapperCore
 from shuffle.mapper.ingest import Ingestion, store_backoff
-from shuffle.mapper.mapping import Mapping, create
+from shuffle.mapper.mapping import Mapping
 from shuffle.mapper.reader import PartitionReader, open_reader
 from shuffle.mapper.serve import MapperServer, SharedCore
 from shuffle.mapper.spill.spill import SpillEnd
@@ -38,6 +38,7 @@ from shuffle.support.exit_codes import report
 from shuffle.support.logs import get_logger, setup_logging
 from shuffle.support.retry import passes_by_itself, patiently
 from shuffle.support.vital_threads import start_vital
+from shuffle.user_code.create import create
 from shuffle.user_code.poison import DEAD_LETTER_SCHEMA
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _run(
     if schema is None:
         return
     worker = WorkerSpec(spec.processor, index, new_guid(), mapper_count, spec.reducer.count, spec.max_parallelism)
-    user = create(load_class(spec, "mapper"), spec.mapper.config, worker, client, schema)
+    user = create(load_class(spec, "mapper"), "mapper", spec.mapper.config, worker, client, schema)
     daemon = _Daemon(spec, client, worker, reader, Mapping(user, worker, spec.mapper.on_error), dead_letter_queue)
     daemon.run(listen, stop, on_ready)
 

@@ -7,7 +7,6 @@ is deterministic row by row, the same rows are found when the input is mapped ag
 
 from __future__ import annotations
 
-from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 
 from shuffle.api import Mapper, PartitionedRowset, WorkerSpec
-from shuffle.errors import BadInput, ShuffleError, UserCodeError
+from shuffle.errors import UserCodeError
 from shuffle.ids import InputIndex, ReducerIndex
 from shuffle.mapper.core import MappedBatch, MappedPart
-from shuffle.partition import split_by_partition
+from shuffle.partition import check_partition_indexes, split_by_partition
 from shuffle.spec.config import OnError
 from shuffle.user_code.poison import dead_letters, is_transient, locate_poison, place_of, reason_of, split_rows
 
@@ -62,17 +61,9 @@ class Mapping:
     def _call(self, rows: pa.Table) -> PartitionedRowset:
         """The user's code, and what a single row of its result can have wrong."""
         result = self.mapper.map(rows)
-        if isinstance(result, PartitionedRowset) and len(result.partition_indexes):
-            self._check_partitions(result.partition_indexes)
+        if isinstance(result, PartitionedRowset):
+            check_partition_indexes(result.partition_indexes, self.spec.reducer_count, f"{self._class}.map")
         return result
-
-    def _check_partitions(self, indexes: np.ndarray[Any, Any]) -> None:
-        low, high = int(indexes.min()), int(indexes.max())
-        if low < 0 or high >= self.spec.reducer_count:
-            wrong = low if low < 0 else high
-            raise BadInput(
-                f"{self._class}.map sent a row to reducer {wrong}: there are {self.spec.reducer_count}, counted from 0"
-            )
 
     def _check_schema(self, rows: pa.Table) -> pa.Table:
         if self.schema is None or rows.schema.equals(self.schema, check_metadata=True):
@@ -154,18 +145,6 @@ class Mapping:
     @property
     def _class(self) -> str:
         return type(self.mapper).__qualname__
-
-
-def create(make: type[Mapper], config: MappingOf[str, Any], *args: Any) -> Mapper:
-    """The user's object, given the defaults it declares; what its constructor raises is the user's error."""
-    from shuffle.jobs.library import check_config
-
-    try:
-        return make(check_config(make, config), *args)
-    except ShuffleError:
-        raise
-    except Exception as error:
-        raise UserCodeError(f"{make.__qualname__} could not be created: {reason_of(error)}") from error
 
 
 def cut(mapped: pa.Table, partition_indexes: np.ndarray[Any, Any], reducer_count: int) -> list[MappedPart]:

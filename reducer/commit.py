@@ -5,7 +5,7 @@ from __future__ import annotations
 from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import CommitConflict, SplitBrain
 from shuffle.ids import ReducerIndex
-from shuffle.reducer.core import Work
+from shuffle.reducer.core import ReduceBatch
 from shuffle.reducer.reduce import Reduced
 from shuffle.statestore import StateClient
 from shuffle.support import crash_points
@@ -28,37 +28,37 @@ class Committer:
         return ReducerState.from_rows(rows, self._mapper_count)
 
     def commit(self, reduced: Reduced) -> None:
-        """Commit a work, or raise; after any error the persisted row decides what became of it (``core.settle``).
+        """Commit a batch, or raise; after any error the persisted row decides what became of it (``core.settle``).
 
         1. Take the user's transaction, or begin one.
-        2. Name the row that the work expects: the store compares it with its own when it commits, in the same step.
+        2. Name the row that the batch expects: the store compares it with its own when it commits, in the same step.
         3. Write the new row.
         4. Commit. CommitUnknown: perhaps it happened; it is never sent again, because only the persisted row can tell.
-        5. CommitConflict: nothing happened. Read the row. If it is not the one the work expects, another instance is
+        5. CommitConflict: nothing happened. Read the row. If it is not the one the batch expects, another instance is
            alive (or an earlier commit of this one arrived late): SplitBrain.
         """
-        work = reduced.work
+        batch = reduced.batch
         transaction = reduced.transaction or self._client.transaction()  # 1
         with transaction:
-            if self._row_is_there or work.expected != ReducerState.initial(self._mapper_count):  # 2
-                transaction.expect(self._table, work.expected.to_row(self._index))
+            if self._row_is_there or batch.expected != ReducerState.initial(self._mapper_count):  # 2
+                transaction.expect(self._table, batch.expected.to_row(self._index))
             else:
                 transaction.expect_absent(self._table, ReducerState.key(self._index))
-            transaction.write(self._table, work.new.to_row(self._index))  # 3
+            transaction.write(self._table, batch.new.to_row(self._index))  # 3
             crash_points.reach("reducer.before_commit")
             try:
                 transaction.commit()  # 4
             except CommitConflict as error:
                 found = self.read_state()  # 5
-                if found != work.expected:
-                    raise SplitBrain(_describe(self._index, work, found), reducer=self._index) from error
+                if found != batch.expected:
+                    raise SplitBrain(_describe(self._index, batch, found), reducer=self._index) from error
                 raise
             crash_points.reach("reducer.after_commit")
         self._row_is_there = True
 
 
-def _describe(index: ReducerIndex, work: Work, found: ReducerState) -> str:
-    expected = work.expected.committed_row_indices
+def _describe(index: ReducerIndex, batch: ReduceBatch, found: ReducerState) -> str:
+    expected = batch.expected.committed_row_indices
     differing = [i for i, (a, b) in enumerate(zip(expected, found.committed_row_indices, strict=True)) if a != b]
     first = differing[0]
     return (

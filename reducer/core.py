@@ -6,16 +6,19 @@ Rows go through it in one direction:
 
 - *committed* is what the store is known to hold; mappers are told nothing else, because they forget rows upon it.
 - *cursor* is the last shuffle index fetched, per mapper; it runs ahead of committed.
-- *queued* parts were fetched and are not yet part of a work. They are bounded in bytes, for each mapper apart, so that
-  a fast mapper cannot take the room of the others.
-- *works* are in flight from ``take`` until ``committed``: at most ``pipeline_depth``, strictly in order. Each expects
-  the row that the work before it writes.
+- *queued* are the batches that were fetched and are not yet part of a batch to reduce. They are bounded in bytes, for
+  each mapper apart, so that a fast mapper cannot take the room of the others.
+- *in flight* is the one batch that is being reduced or committed, from ``take`` until ``committed``. There is never a
+  second one: it would read the state that the first has not written yet, and lose the race against it.
+
+A method whose name is a past participle (``fetched``, ``committed``) is told that something has happened and takes note
+of it; the others ask for something to be done or known.
 
 An *epoch* is the time between two restarts. A restart drops everything but the persisted state, and answers to requests
 of an earlier epoch are ignored: that is the only kind of staleness there is, and it is one integer.
 
-A work whose commit did not happen is reduced again with the same rows (``rerun``), and so are all works after it, as
-they were built upon it. A work that was superseded in this way, or by a restart, is not ``current`` any more.
+A batch whose commit did not happen is reduced again with the same rows (``rerun``). A batch that was superseded in this
+way, or by a restart, is not ``current`` any more.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ _CHUNK_ROWS_SMALL = 4096
 
 
 class Settled(Enum):
-    """What the persisted row says about a work whose commit was not acknowledged."""
+    """What the persisted row says about a batch whose commit was not acknowledged."""
 
     COMMITTED = "committed"
     RERUN = "rerun"
@@ -48,7 +51,9 @@ class Settled(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FetchLimits:
+    """How much is fetched ahead, and how much is reduced at once."""
+
     fetch_rows_max: int
     fetch_bytes_max: int
     fetch_wait_ms: int
@@ -58,8 +63,6 @@ class Limits:
     """Fetched and not yet taken, over all mappers; each may exceed its share by one answer."""
     enough_bytes: int | None = None
     """Fetched, over all mappers: it is not worth waiting for more. By default half of ``batch_bytes_max``."""
-    pipeline_depth: int = 1
-    """Works in flight. With 1, reduce and commit take turns, while fetching always runs ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class FetchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FetchedBatch:
     """One record batch of one mapper: the unit that is never divided, because only its end has a known index."""
 
     mapper_index: MapperIndex
@@ -88,13 +91,13 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """One batch on its way through reduce and commit."""
+class ReduceBatch:
+    """What is reduced and committed at once: batches of all mappers, and the positions before and after them."""
 
     number: int
     epoch: int
     attempt: int
-    parts: tuple[Part, ...] = field(repr=False)
+    parts: tuple[FetchedBatch, ...] = field(repr=False)
     expected: ReducerState
     new: ReducerState
     row_count: int
@@ -107,16 +110,16 @@ class Work:
             return table.combine_chunks()
         return table
 
-    def origin(self, row: int) -> tuple[Part, int]:
+    def origin(self, row: int) -> tuple[FetchedBatch, int]:
         """The part that row number ``row`` of the rowset came in, and its place there."""
         for part in self.parts:
             if row < part.batch.num_rows:
                 return part, row
             row -= part.batch.num_rows
-        raise IndexError(f"the work has {self.row_count} rows")
+        raise IndexError(f"the batch has {self.row_count} rows")
 
     def ranges(self) -> list[tuple[MapperIndex, ShuffleIndex, ShuffleIndex]]:
-        """(mapper, first, last): no row of this work lies outside of these shuffle indexes."""
+        """(mapper, first, last): no row of this batch lies outside of these shuffle indexes."""
         found: dict[MapperIndex, tuple[ShuffleIndex, ShuffleIndex]] = {}
         for part in self.parts:
             first, _ = found.get(part.mapper_index, (ShuffleIndex(part.from_row_index + 1), None))
@@ -127,28 +130,24 @@ class Work:
 class ReducerCore:
     """See the module's text. The caller serialises all calls."""
 
-    def __init__(self, mapper_count: int, limits: Limits) -> None:
-        if limits.pipeline_depth < 1:
-            raise ValueError(f"pipeline_depth must be at least 1, not {limits.pipeline_depth}")
+    def __init__(self, mapper_count: int, limits: FetchLimits) -> None:
         self.mapper_count = mapper_count
         self.limits = limits
         self.epoch = 0
         self.committed_state = ReducerState.initial(mapper_count)
-        self._works_made = 0
+        self._batches_made = 0
         self._share_bytes = max(1, limits.queued_bytes_max // max(1, mapper_count))
         self._next_mapper = 0
         self._reset(self.committed_state)
 
     def _reset(self, state: ReducerState) -> None:
         self.committed_state = state
-        self._tip = state
-        """The row that the next new work expects: committed, plus all works in flight."""
         self._cursors = list(state.committed_row_indices)
-        self._queued: list[deque[Part]] = [deque() for _ in range(self.mapper_count)]
+        self._queued: list[deque[FetchedBatch]] = [deque() for _ in range(self.mapper_count)]
         self._queued_bytes = [0] * self.mapper_count
-        self._in_flight: deque[Work] = deque()
-        self._to_take: deque[Work] = deque()
-        """Of the works in flight, those that must be reduced again; they go before new ones."""
+        self._in_flight: ReduceBatch | None = None
+        self._to_rerun = False
+        """Whether the batch in flight must be taken and reduced again."""
 
     # -- restarts -----------------------------------------------------------------------------------------------------
 
@@ -161,7 +160,8 @@ class ReducerCore:
 
     def agrees(self, persisted: ReducerState) -> bool:
         """Whether ``persisted`` can be the work of this instance alone: committed, or a commit still in flight."""
-        return persisted == self.committed_state or any(persisted == work.new for work in self._in_flight)
+        in_flight = self._in_flight
+        return persisted == self.committed_state or (in_flight is not None and persisted == in_flight.new)
 
     # -- fetch --------------------------------------------------------------------------------------------------------
 
@@ -216,40 +216,37 @@ class ReducerCore:
         limits = self.limits
         enough_bytes = limits.batch_bytes_max // 2 if limits.enough_bytes is None else limits.enough_bytes
         many = self.queued_bytes >= enough_bytes or self.queued_rows >= limits.batch_rows_max // 2
-        return many or bool(self._to_take) or max(self._queued_bytes, default=0) >= self._share_bytes
+        return many or self._to_rerun or max(self._queued_bytes, default=0) >= self._share_bytes
 
     @property
-    def in_flight(self) -> tuple[Work, ...]:
-        return tuple(self._in_flight)
+    def in_flight(self) -> ReduceBatch | None:
+        return self._in_flight
 
-    def take(self) -> Work | None:
-        """The next work to reduce: one to be reduced again, else whatever has been fetched, up to the batch limits."""
-        if self._to_take:
-            return self._to_take.popleft()
-        if len(self._in_flight) >= self.limits.pipeline_depth:
-            return None
+    def take(self) -> ReduceBatch | None:
+        """The next batch to reduce: the one to be reduced again, else what has been fetched, up to the batch limits."""
+        if self._in_flight is not None:
+            again, self._to_rerun = self._to_rerun, False
+            return self._in_flight if again else None
         parts = self._take_parts()
         if not parts:
             return None
-        new = self._tip.advanced({part.mapper_index: part.last_row_index for part in parts})
-        self._works_made += 1
-        work = Work(
-            number=self._works_made,
+        expected = self.committed_state
+        self._batches_made += 1
+        self._in_flight = ReduceBatch(
+            number=self._batches_made,
             epoch=self.epoch,
             attempt=1,
             parts=tuple(sorted(parts, key=lambda part: part.mapper_index)),
-            expected=self._tip,
-            new=new,
+            expected=expected,
+            new=expected.advanced({part.mapper_index: part.last_row_index for part in parts}),
             row_count=sum(part.batch.num_rows for part in parts),
             size_bytes=sum(part.size_bytes for part in parts),
         )
-        self._tip = new
-        self._in_flight.append(work)
-        return work
+        return self._in_flight
 
-    def _take_parts(self) -> list[Part]:
+    def _take_parts(self) -> list[FetchedBatch]:
         """Parts of all mappers in turn, so that no mapper waits for another; rows of one schema only."""
-        parts: list[Part] = []
+        parts: list[FetchedBatch] = []
         row_count = size_bytes = 0
         turn = [(self._next_mapper + i) % self.mapper_count for i in range(self.mapper_count)]
         if turn:
@@ -277,56 +274,47 @@ class ReducerCore:
 
     # -- commit -------------------------------------------------------------------------------------------------------
 
-    def is_current(self, work: Work) -> bool:
-        """Whether the result of reducing ``work`` is still wanted."""
-        return any(mine is work for mine in self._in_flight) and not any(mine is work for mine in self._to_take)
+    def is_current(self, batch: ReduceBatch) -> bool:
+        """Whether the result of reducing ``batch`` is still wanted."""
+        return batch is self._in_flight and not self._to_rerun
 
-    def commit_plan(self, work: Work) -> tuple[ReducerState, ReducerState]:
-        """(the row the store must hold, the row to write); only the oldest work in flight may be committed."""
-        self._check_oldest(work)
-        return work.expected, work.new
+    def committed(self, batch: ReduceBatch) -> None:
+        """The store has acknowledged ``batch``, or its row says that it holds it."""
+        self._check_in_flight(batch)
+        self._in_flight, self._to_rerun = None, False
+        self.committed_state = batch.new
 
-    def committed(self, work: Work) -> None:
-        """The store has acknowledged ``work``, or its row says that it holds it."""
-        self._check_oldest(work)
-        self._in_flight.popleft()
-        if self._to_take and self._to_take[0] is work:
-            self._to_take.popleft()
-        self.committed_state = work.new
+    def rerun(self, batch: ReduceBatch) -> None:
+        """The commit of ``batch`` did not happen: reduce it again."""
+        self._check_in_flight(batch)
+        self._in_flight, self._to_rerun = replace(batch, attempt=batch.attempt + 1), True
 
-    def rerun(self, work: Work) -> None:
-        """The commit of ``work`` did not happen: reduce it again, and all works after it."""
-        self._check_oldest(work)
-        again = [replace(mine, attempt=mine.attempt + 1) for mine in self._in_flight]
-        self._in_flight = deque(again)
-        self._to_take = deque(again)
-
-    def settle(self, work: Work, persisted: ReducerState) -> Settled:
+    def settle(self, batch: ReduceBatch, persisted: ReducerState) -> Settled:
         """Decide by the persisted row what became of a commit that was not acknowledged, and act upon it.
 
-        - It is the row the work writes: the commit happened. (Or another instance committed these very rows: the same
+        - It is the row the batch writes: the commit happened. (Or another instance committed these very rows: the same
           bytes with the same effect, once.)
-        - It is the row the work expects: the commit has not happened. It may still arrive late; but it and the second
+        - It is the row the batch expects: the commit has not happened. It may still arrive late; but it and the second
           attempt both require the expected row and both change it, so at most one of them applies, and if it is the
           late one, the second attempt ends here again and finds the first case.
         - Anything else: another instance is alive. Start again from what it left.
         """
-        if persisted == work.new:
-            self.committed(work)
+        if persisted == batch.new:
+            self.committed(batch)
             return Settled.COMMITTED
-        if persisted == work.expected:
-            self.rerun(work)
+        if persisted == batch.expected:
+            self.rerun(batch)
             return Settled.RERUN
         self.restart(persisted)
         return Settled.SPLIT_BRAIN
 
-    def _check_oldest(self, work: Work) -> None:
-        if not self._in_flight or self._in_flight[0] is not work:
-            raise ShuffleError(f"work {work.number} (attempt {work.attempt}) is not the oldest in flight")
+    def _check_in_flight(self, batch: ReduceBatch) -> None:
+        if batch is not self._in_flight:
+            raise ShuffleError(f"batch {batch.number} (attempt {batch.attempt}) is not in flight")
 
 
-def _parts(plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]]) -> list[Part]:
-    parts: list[Part] = []
+def _parts(plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]]) -> list[FetchedBatch]:
+    parts: list[FetchedBatch] = []
     before = plan.from_row_index
     for batch, last in batches:
         if batch.num_rows == 0:
@@ -339,6 +327,6 @@ def _parts(plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex
                 mapper=plan.mapper_index,
                 position=before,
             )
-        parts.append(Part(plan.mapper_index, before, last, batch, max(1, batch.nbytes)))
+        parts.append(FetchedBatch(plan.mapper_index, before, last, batch, max(1, batch.nbytes)))
         before = last
     return parts

@@ -3,7 +3,7 @@
     fetch (a thread for each mapper) -> process (user code), then commit (one thread)
 
 Fetching runs ahead. Process and commit take turns, and so they share a thread: a transaction that reads before its
-predecessor is committed would read the state of the day before, lose the race against it, and be run again.
+predecessor is committed would read the state of the day before, lose the race against it, and be run again (``cycle``).
 """
 
 from __future__ import annotations
@@ -17,40 +17,30 @@ from typing import TypeVar
 from shuffle.api import Reducer, WorkerSpec
 from shuffle.discovery import MapperDirectory, Membership
 from shuffle.durable.query_lease import refuse_beside_query
-from shuffle.durable.reducer_state import ReducerState
 from shuffle.durable.tables import reducers_group
 from shuffle.errors import (
-    BadInput,
-    CommitConflict,
-    CommitUnknown,
-    Expired,
     ShuffleError,
     SpecError,
     SplitBrain,
     StoreError,
-    StoreUnavailable,
-    UserCodeError,
 )
 from shuffle.ids import MapperIndex, ReducerIndex, new_guid
-from shuffle.jobs.library import check_config
 from shuffle.metrics import ReducerMetrics, serve_metrics
 from shuffle.reducer.commit import Committer
-from shuffle.reducer.core import Limits, ReducerCore, Settled, Work
+from shuffle.reducer.core import FetchLimits, ReducerCore
+from shuffle.reducer.cycle import ReduceCycle, Surroundings
 from shuffle.reducer.fetch import Fetcher, RowLocator
-from shuffle.reducer.reduce import Reduced, ReduceStage, user_code_error
+from shuffle.reducer.reduce import ReduceStage
 from shuffle.reducer.row_cache import KnowingClient, KnownRows
-from shuffle.reducer.shared_core import Pipeline
+from shuffle.reducer.shared_core import SharedCore
 from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
 from shuffle.statestore import StateClient
 from shuffle.support import crash_points
 from shuffle.support.exit_codes import report
 from shuffle.support.logs import get_logger
-from shuffle.support.retry import LASTING, Backoff, passes_by_itself, patiently
+from shuffle.support.retry import Backoff, patiently
 from shuffle.support.vital_threads import start_vital
-from shuffle.user_code.poison import is_transient, place_of, reason_of
-
-CONFLICTS_MAX = 50
-"""Conflicts of one work in a row. Races are lost a few times; with waits that grow, fifty is not a race but a fault."""
+from shuffle.user_code.create import create
 
 STOP_S_MAX = 10.0
 """For the reduce and the commit that are under way when the reducer is told to stop; then it leaves without them."""
@@ -116,10 +106,8 @@ class ReducerDaemon:
         self._mapper_count = mapper_count
         self._committer = Committer(client, spec.reducers_table, self.index, mapper_count)
         self._core = ReducerCore(mapper_count, limits_of(spec, mapper_count))
-        self._pipeline = Pipeline(self._core)
+        self._shared = SharedCore(self._core)
         self._known = KnownRows()
-        self._retries = self._backoff()
-        self._conflicts_in_a_row = 0
         self._split_brains = self._backoff()
 
     def _backoff(self) -> Backoff:
@@ -132,26 +120,24 @@ class ReducerDaemon:
         if persisted is None:
             return
         crash_points.reach("reducer.after_state_read")
-        self._pipeline.restart(persisted)
+        self._shared.restart(persisted)
         with ExitStack() as stack:
             attributes = {"index": str(self.index)}
             if self._metrics_port is not None:
-                served = serve_metrics(self.metrics.registry, self._pipeline.fail, port=self._metrics_port)
+                served = serve_metrics(self.metrics.registry, self._shared.fail, port=self._metrics_port)
                 attributes["metrics"] = stack.enter_context(served).address
             group, ttl_ms = reducers_group(spec.processor), spec.lease_ttl_ms
-            stack.enter_context(Membership(self._client, group, self.guid, attributes, ttl_ms, self._pipeline.fail))
-            directory = MapperDirectory(self._client, spec.processor, self._pipeline.fail)
+            stack.enter_context(Membership(self._client, group, self.guid, attributes, ttl_ms, self._shared.fail))
+            directory = MapperDirectory(self._client, spec.processor, self._shared.fail)
             stack.callback(directory.close)
-            if spec.reducer.pipeline_depth > 1:
-                _log.warning("pipeline_depth is taken as 1: the store cannot chain transactions")
             _log.info("reducer started", guid=self.guid, committed=list(persisted.committed_row_indices))
             self._run_stages(directory, stop)
-        if self._pipeline.failure is not None:
-            raise self._pipeline.failure
+        if self._shared.failure is not None:
+            raise self._shared.failure
         _log.info("reducer stopped", committed=list(self._core.committed_state.committed_row_indices))
 
     def _run_stages(self, directory: MapperDirectory, stop: threading.Event) -> None:
-        pipeline = self._pipeline
+        shared = self._shared
         stage = _patiently(lambda: self._reduce_stage(directory), "the state store", self._backoff(), stop)
         if stage is None:
             return
@@ -159,7 +145,7 @@ class ReducerDaemon:
             Fetcher(
                 MapperIndex(i),
                 self.index,
-                pipeline,
+                shared,
                 directory,
                 self._backoff(),
                 self.metrics,
@@ -168,12 +154,12 @@ class ReducerDaemon:
             )
             for i in range(self._mapper_count)
         ]
-        process = start_vital(lambda: self._process(stage), "process", pipeline.fail)
+        process = start_vital(lambda: self._process(self._cycle(stage)), "process", shared.fail)
         for fetcher in fetchers:
             fetcher.start()
-        while not stop.is_set() and not pipeline.wait_stopped(_STOP_CHECK_S):
+        while not stop.is_set() and not shared.wait_stopped(_STOP_CHECK_S):
             pass
-        pipeline.stop()
+        shared.stop()
         process.join(STOP_S_MAX)
         if process.is_alive():
             # Whatever it does now, the positions tell the next instance whether it was committed.
@@ -186,23 +172,12 @@ class ReducerDaemon:
 
     def _reduce_stage(self, directory: MapperDirectory) -> ReduceStage:
         spec = self._spec
-        cls = load_class(spec, "reducer")
-        config = check_config(cls, spec.reducer.config)
         worker = WorkerSpec(
             spec.processor, self.index, self.guid, self._mapper_count, spec.reducer.count, spec.max_parallelism
         )
-        try:
-            # What goes through here is remembered between commits (see ``known``).
-            reducer: Reducer = cls(config, worker, KnowingClient(self._client, self._known))
-        except Exception as error:
-            if is_transient(error):
-                raise
-            raise UserCodeError(
-                f"processor {spec.processor}, reducer {self.index}: {spec.reducer.class_name} could not be created: "
-                f"{reason_of(error)}{place_of(error)}",
-                processor=spec.processor,
-                reducer=self.index,
-            ) from error
+        # What goes through this client is remembered between commits (see ``row_cache``).
+        state = KnowingClient(self._client, self._known)
+        reducer: Reducer = create(load_class(spec, "reducer"), "reducer", spec.reducer.config, worker, state)
         return ReduceStage(
             reducer,
             self._client,
@@ -210,119 +185,40 @@ class ReducerDaemon:
             index=self.index,
             on_error=spec.reducer.on_error,
             dead_letter_queue=spec.reducer.dead_letter_queue,
-            locate=RowLocator(self.index, self._pipeline, directory),
+            locate=RowLocator(self.index, self._shared, directory),
             forget=self._known.forget,
+        )
+
+    def _cycle(self, stage: ReduceStage) -> ReduceCycle:
+        surroundings = Surroundings(
+            metrics=self.metrics,
+            backoff=self._backoff,
+            clock=time.monotonic,
+            sleep=self._shared.sleep,
+            on_wait=_tell_of_wait,
+            forget=self._known.forget,
+        )
+        return ReduceCycle(
+            stage, self._committer, self._shared, surroundings, processor=self._spec.processor, index=self.index
         )
 
     # -- process ------------------------------------------------------------------------------------------------------
 
-    def _process(self, stage: ReduceStage) -> None:
-        backoff = self._backoff()
+    def _process(self, cycle: ReduceCycle) -> None:
         try:
-            while (work := self._pipeline.next_work()) is not None:
-                reduced = self._reduce(stage, work, backoff)
-                if reduced is None:
-                    continue
-                if self._pipeline.is_current(work):
-                    self._commit(reduced)
-                else:
-                    reduced.abort()  # The pipeline was restarted while the user's code ran.
+            while (batch := self._shared.next_batch()) is not None:
+                try:
+                    if cycle.run(batch):
+                        self._split_brains.reset()
+                except SplitBrain as error:
+                    self._split_brain(str(error))
         except ShuffleError as error:
-            self._pipeline.fail(error)
-
-    def _reduce(self, stage: ReduceStage, work: Work, backoff: Backoff) -> Reduced | None:
-        """Reduce ``work``, as often as the store makes it necessary; None when it is not wanted any more."""
-        while self._pipeline.is_current(work):
-            begin_s = time.monotonic()
-            try:
-                crash_points.reach("reducer.before_reduce")
-                reduced = stage.reduce(work)
-                crash_points.reach("reducer.after_reduce")
-            except Exception as error:
-                if not passes_by_itself(error):
-                    raise
-                wait_s = backoff.next_s()
-                _log.warning("reduce could not use the store, trying again", error=error, wait_s=round(wait_s, 3))
-                if not self._pipeline.sleep(wait_s):
-                    return None
-                continue
-            finally:
-                self.metrics.reduce_seconds.observe(time.monotonic() - begin_s)
-            backoff.reset()
-            if reduced.dead_letter_rows:
-                _log.warning("rows set aside", rows=reduced.dead_letter_rows, of_rows=work.row_count)
-            return reduced
-        return None
-
-    # -- commit -------------------------------------------------------------------------------------------------------
-
-    def _commit(self, reduced: Reduced) -> None:
-        """Commit one work; after anything but success, let the persisted row decide (``ReducerCore.settle``)."""
-        work = reduced.work
-        begin_s = time.monotonic()
-        try:
-            self._committer.commit(reduced)
-        except BadInput as error:
-            raise user_code_error(self._spec.processor, self.index, work, error) from error
-        except LASTING:
-            raise
-        except (CommitConflict, CommitUnknown, SplitBrain, StoreError, Expired) as error:
-            self._not_acknowledged(work, error)
-        else:
-            self._pipeline.committed(work)
-            crash_points.reach("reducer.after_commit_known")
-            self._count(work)
-            self.metrics.dead_letters.inc(reduced.dead_letter_rows)
-        finally:
-            self.metrics.commit_seconds.observe(time.monotonic() - begin_s)
-
-    def _count(self, work: Work) -> None:
-        self.metrics.commits.inc()
-        self.metrics.reduced_rows.inc(work.row_count)
-        self.metrics.reduced_bytes.inc(work.size_bytes)
-        self._retries.reset()
-        self._conflicts_in_a_row = 0
-        self._split_brains.reset()
-
-    def _not_acknowledged(self, work: Work, error: ShuffleError) -> None:
-        self._known.forget()
-        if isinstance(error, CommitConflict):
-            self.metrics.conflicts.inc()
-            self._conflicts_in_a_row += 1
-            if self._conflicts_in_a_row >= CONFLICTS_MAX:
-                raise CommitConflict(
-                    f"processor {self._spec.processor}, reducer {self.index}: {CONFLICTS_MAX} commits in a row lost a "
-                    f"race over rows that others write: {error.message}. Let each reducer write keys of its own",
-                    **error.fields,
-                ) from error
-        if not isinstance(error, SplitBrain):
-            _log.warning("commit not acknowledged", work=work.number, attempt=work.attempt, error=error)
-            self._pipeline.sleep(self._retries.next_s())
-        persisted = self._read_state()
-        settled = None if persisted is None else self._pipeline.settle(work, persisted)
-        if settled is Settled.COMMITTED:
-            _log.info("the commit had happened", work=work.number)
-            self._count(work)
-        elif settled is Settled.SPLIT_BRAIN:
-            self._split_brain(str(error))
-
-    def _read_state(self) -> ReducerState | None:
-        """The persisted row, waiting for the store if it must be; None when stopped."""
-        backoff = self._backoff()
-        while True:
-            try:
-                return self._committer.read_state()
-            except StoreUnavailable as error:
-                if self._pipeline.stopping:
-                    return None
-                wait_s = backoff.next_s()
-                _log.warning("waiting for the state store", error=error, wait_s=round(wait_s, 3))
-                self._pipeline.sleep(wait_s)
+            self._shared.fail(error)
 
     def _rows_gone(self) -> None:
         """A mapper says that this reducer has committed more than it knows of."""
         try:
-            persisted = self._pipeline.reconcile(self._committer.read_state)
+            persisted = self._shared.reconcile(self._committer.read_state)
         except StoreError as error:
             _log.warning("state not read", error=error)
             return
@@ -344,13 +240,18 @@ class ReducerDaemon:
             wait_s=round(wait_s, 3) if wait else 0,
         )
         if wait:
-            self._pipeline.sleep(wait_s)
+            self._shared.sleep(wait_s)
 
 
-def limits_of(spec: ProcessorSpec, mapper_count: int) -> Limits:
+def _tell_of_wait(error: Exception, waited_s: float) -> None:
+    """A reducer process waits for the store until it is stopped."""
+    _log.warning("the store could not be used, trying again", error=error, waited_s=round(waited_s, 3))
+
+
+def limits_of(spec: ProcessorSpec, mapper_count: int) -> FetchLimits:
     reducer = spec.reducer
     windows_bytes = mapper_count * spec.mapper.memory_bytes // reducer.count
-    return Limits(
+    return FetchLimits(
         fetch_rows_max=reducer.fetch_rows_max,
         fetch_bytes_max=reducer.fetch_bytes_max,
         fetch_wait_ms=reducer.fetch_wait_ms,
@@ -360,5 +261,4 @@ def limits_of(spec: ProcessorSpec, mapper_count: int) -> Limits:
         queued_bytes_max=2 * reducer.batch_bytes_max,
         # What waits here stays in the mappers' windows, too, and a mapper without room stands still.
         enough_bytes=min(reducer.batch_bytes_max // 2, windows_bytes // WINDOWS_WAITING),
-        pipeline_depth=1,
     )

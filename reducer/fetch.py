@@ -18,9 +18,9 @@ from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.limits import BATCH_BYTES_MAX
 from shuffle.messages import BatchTail, GetRows
 from shuffle.metrics import ReducerMetrics
-from shuffle.reducer.core import FetchPlan, Part
+from shuffle.reducer.core import FetchedBatch, FetchPlan
 from shuffle.reducer.exchange import Answer, RowStream
-from shuffle.reducer.shared_core import Pipeline
+from shuffle.reducer.shared_core import SharedCore
 from shuffle.support import crash_points, flight
 from shuffle.support.logs import get_logger
 from shuffle.support.retry import Backoff
@@ -104,13 +104,13 @@ class Choice:
 
 
 class Fetcher:
-    """Fetches the rows of one mapper until the pipeline is stopped."""
+    """Fetches the rows of one mapper until the core is stopped."""
 
     def __init__(
         self,
         mapper_index: MapperIndex,
         reducer_index: ReducerIndex,
-        pipeline: Pipeline,
+        shared: SharedCore,
         directory: MapperDirectory,
         backoff: Backoff,
         metrics: ReducerMetrics,
@@ -119,7 +119,7 @@ class Fetcher:
     ) -> None:
         self._mapper_index = mapper_index
         self._reducer_index = reducer_index
-        self._pipeline = pipeline
+        self._shared = shared
         self._directory = directory
         self._backoff = backoff
         self._metrics = metrics
@@ -130,7 +130,7 @@ class Fetcher:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread = start_vital(self._run, f"fetch-{self._mapper_index}", self._pipeline.fail)
+        self._thread = start_vital(self._run, f"fetch-{self._mapper_index}", self._shared.fail)
 
     def join(self, timeout_s: float | None = None) -> None:
         if self._thread is not None:
@@ -141,10 +141,10 @@ class Fetcher:
 
     def _run(self) -> None:
         try:
-            while (plan := self._pipeline.next_plan(self._mapper_index)) is not None:
+            while (plan := self._shared.next_plan(self._mapper_index)) is not None:
                 self._step(plan)
         except ShuffleError as error:
-            self._pipeline.fail(error)
+            self._shared.fail(error)
         finally:
             self._connections.close()
 
@@ -158,7 +158,7 @@ class Fetcher:
             answer = self._ask(mapper, plan)
             if answer:
                 crash_points.reach("reducer.after_fetch")
-            rows = self._pipeline.fetched(plan, answer)
+            rows = self._shared.fetched(plan, answer)
         except ShuffleError as error:
             self._failed(mapper, error, changes)
             return
@@ -188,7 +188,7 @@ class Fetcher:
             self._metrics.fetch_seconds.observe(time.monotonic() - begin_s)
 
     def _failed(self, mapper: MapperAddress, error: ShuffleError, changes: int) -> None:
-        if self._pipeline.stopping:
+        if self._shared.stopping:
             return
         # One line for a streak of failures: a mapper may be away for hours.
         if self._backoff.failures == 0:
@@ -213,12 +213,12 @@ class Fetcher:
 class RowLocator:
     """Finds the shuffle index of a single row: a repeated read of its part that ends with it has it as its tail."""
 
-    def __init__(self, reducer_index: ReducerIndex, pipeline: Pipeline, directory: MapperDirectory) -> None:
+    def __init__(self, reducer_index: ReducerIndex, shared: SharedCore, directory: MapperDirectory) -> None:
         self._reducer_index = reducer_index
-        self._pipeline = pipeline
+        self._shared = shared
         self._directory = directory
 
-    def __call__(self, part: Part, place: int) -> ShuffleIndex | None:
+    def __call__(self, part: FetchedBatch, place: int) -> ShuffleIndex | None:
         for mapper in self._directory.mappers().get(part.mapper_index, []):
             connections = Connections()
             try:
@@ -236,11 +236,11 @@ class RowLocator:
                 return answer[-1][1]
         return None
 
-    def _request(self, part: Part, place: int, mapper: MapperAddress) -> GetRows:
+    def _request(self, part: FetchedBatch, place: int, mapper: MapperAddress) -> GetRows:
         return GetRows(
             mapper_id=mapper.guid,
             reducer_index=self._reducer_index,
-            committed_row_index=self._pipeline.committed_row_index(part.mapper_index),
+            committed_row_index=self._shared.committed_row_index(part.mapper_index),
             from_row_index=part.from_row_index,
             max_rows=place + 1,
             max_bytes=BATCH_BYTES_MAX,

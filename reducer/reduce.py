@@ -1,4 +1,4 @@
-"""The process stage: the user's ``reduce`` on one work, and what becomes of rows that it cannot take."""
+"""The process stage: the user's ``reduce`` on one batch, and what becomes of rows that it cannot take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shuffle.api import Reducer
 from shuffle.durable import tables
 from shuffle.errors import UserCodeError
 from shuffle.ids import ReducerIndex, ShuffleIndex
-from shuffle.reducer.core import Part, Work
+from shuffle.reducer.core import FetchedBatch, ReduceBatch
 from shuffle.statestore import StateClient, Transaction
 from shuffle.user_code.poison import (
     DEAD_LETTER_SCHEMA,
@@ -28,15 +28,15 @@ from shuffle.user_code.poison import (
 RANGES_SHOWN_MAX = 8
 """Mappers whose positions an error names; the rest are counted."""
 
-Locate = Callable[[Part, int], ShuffleIndex | None]
+Locate = Callable[[FetchedBatch, int], ShuffleIndex | None]
 """The shuffle index of the row at a place in a part; None if it cannot be had now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A work that was reduced and waits for its commit."""
+    """A batch that was reduced and waits for its commit."""
 
-    work: Work
+    batch: ReduceBatch
     transaction: Transaction | None
     """The user's, not committed; None if there is nothing to write but the positions."""
     dead_letter_rows: int = 0
@@ -76,22 +76,22 @@ class ReduceStage:
             client.create_queue(self._queue, schema=DEAD_LETTER_SCHEMA, partitions=1, if_not_exists=True)
             self._partition = index % client.queue(self._queue).partitions
 
-    def reduce(self, work: Work) -> Reduced:
-        rows = work.rowset()
-        if work.epoch != self._epoch or work.attempt > 1:
+    def reduce(self, batch: ReduceBatch) -> Reduced:
+        rows = batch.rowset()
+        if batch.epoch != self._epoch or batch.attempt > 1:
             # The state is not what this instance left: it begins with what somebody else did, or without what it did.
-            self._epoch = work.epoch
+            self._epoch = batch.epoch
             self._reducer.forget()
         try:
-            return Reduced(work, self._call_surely(rows))
+            return Reduced(batch, self._call_surely(rows))
         except Exception as error:
             if is_transient(error):
                 raise
             if self._on_error == "stop":
-                raise self._report(work, error) from error
-        return self._without_poison(work, rows)
+                raise self._report(batch, error) from error
+        return self._without_poison(batch, rows)
 
-    def _without_poison(self, work: Work, rows: pa.Table) -> Reduced:
+    def _without_poison(self, batch: ReduceBatch, rows: pa.Table) -> Reduced:
         """The good rows and the dead letters in one transaction, so that no row is lost, and none counted twice."""
         try:
             found = locate_poison(rows, self._attempt)
@@ -101,11 +101,11 @@ class ReduceStage:
             if is_transient(error):
                 raise
             # Not the fault of single rows: nothing that could be set aside would help.
-            raise self._report(work, error) from error
+            raise self._report(batch, error) from error
         if found:
             transaction = transaction or self._client.transaction()
-            transaction.append(self._queue, self._partition, self._dead_letters(work, bad, found))
-        return Reduced(work, transaction, len(found))
+            transaction.append(self._queue, self._partition, self._dead_letters(batch, bad, found))
+        return Reduced(batch, transaction, len(found))
 
     def _call_surely(self, rows: pa.Table) -> Transaction | None:
         """``_call``; what it raises is not the doing of a state that was remembered and is not so any more."""
@@ -133,10 +133,10 @@ class ReduceStage:
         if transaction is not None:
             transaction.abort()
 
-    def _dead_letters(self, work: Work, bad: pa.Table, found: list[PoisonRow]) -> pa.Table:
+    def _dead_letters(self, batch: ReduceBatch, bad: pa.Table, found: list[PoisonRow]) -> pa.Table:
         mappers, positions, reasons = [], [], []
         for poison in found:
-            part, place = work.origin(poison.row)
+            part, place = batch.origin(poison.row)
             exact = part.last_row_index if place == part.batch.num_rows - 1 else self._locate(part, place)
             mappers.append(part.mapper_index)
             positions.append(part.last_row_index if exact is None else exact)
@@ -153,17 +153,17 @@ class ReduceStage:
             rows=bad,
         )
 
-    def _report(self, work: Work, error: Exception) -> UserCodeError:
-        return user_code_error(self._processor, self._index, work, error)
+    def _report(self, batch: ReduceBatch, error: Exception) -> UserCodeError:
+        return user_code_error(self._processor, self._index, batch, error)
 
 
-def user_code_error(processor: str, index: ReducerIndex, work: Work, error: Exception) -> UserCodeError:
+def user_code_error(processor: str, index: ReducerIndex, batch: ReduceBatch, error: Exception) -> UserCodeError:
     """What a person needs to find the row and the line: who, which positions, the user's exception and its place."""
-    ranges = work.ranges()
+    ranges = batch.ranges()
     shown = ", ".join(f"mapper {mapper}: {first} to {last}" for mapper, first, last in ranges[:RANGES_SHOWN_MAX])
     more = f", and {len(ranges) - RANGES_SHOWN_MAX} more mappers" if len(ranges) > RANGES_SHOWN_MAX else ""
     return UserCodeError(
-        f"processor {processor}, reducer {index}: reduce failed on {work.row_count} rows (shuffle indexes of {shown}"
+        f"processor {processor}, reducer {index}: reduce failed on {batch.row_count} rows (shuffle indexes of {shown}"
         f"{more}): {reason_of(error)}{place_of(error, __file__)}. Nothing of this batch was committed. "
         "Correct the code, or set reducer.on_error to dead_letter to set such rows aside",
         processor=processor,

@@ -1,7 +1,7 @@
 """A ``ReducerCore`` shared by the fetchers and the thread that reduces and commits: one lock, and who waits for what.
 
 The decisions are the core's, but for one that needs a clock: how long rows may add up before they are reduced. Every
-wait ends when the pipeline is stopped.
+wait ends when it is stopped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import ShuffleError
 from shuffle.ids import MapperIndex, ShuffleIndex
 from shuffle.limits import MIB
-from shuffle.reducer.core import FetchPlan, ReducerCore, Settled, Work
+from shuffle.reducer.core import FetchPlan, ReduceBatch, ReducerCore, Settled
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ GATHER_BYTES_PER_S = 16 * MIB
 and every key that it touches once, so fewer and larger ones leave more of the machine to the rows."""
 
 GATHER_BYTES_MIN = 1 * MIB
-"""Behind a work smaller than this, nothing is ever waited for: that is where latency counts."""
+"""Behind a batch smaller than this, nothing is ever waited for: that is where latency counts."""
 
 GATHER_S_MAX = 0.3
 """How long rows may be left to add up, at that rate. Keys repeat: the rows of three tenths of a second have few more of
@@ -39,14 +39,14 @@ GATHER_IDLE_S = 0.04
 """Nothing came for so long: there may be no more."""
 
 
-class Pipeline:
+class SharedCore:
     def __init__(self, core: ReducerCore) -> None:
         self._core = core
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._answers_empty = 0
         self._taken_s = time.monotonic()
-        """When the last work was taken."""
+        """When the last batch was taken."""
         self._taken_bytes = 0
         """And how much it had."""
         self.failure: ShuffleError | None = None
@@ -58,7 +58,7 @@ class Pipeline:
         return self._stopping.is_set()
 
     def stop(self) -> None:
-        """No new requests and no new works; what is being reduced is still committed."""
+        """No new requests and no new batches; what is being reduced is still committed."""
         self._stopping.set()
         with self._changed:
             self._changed.notify_all()
@@ -70,7 +70,7 @@ class Pipeline:
         self.stop()
 
     def sleep(self, seconds: float) -> bool:
-        """Waits out a back-off; False when the pipeline is stopped meanwhile."""
+        """Waits out a back-off; False when it is stopped meanwhile."""
         return not self._stopping.wait(seconds)
 
     def wait_stopped(self, seconds: float) -> bool:
@@ -98,13 +98,13 @@ class Pipeline:
 
     # -- process ------------------------------------------------------------------------------------------------------
 
-    def next_work(self) -> Work | None:
-        """The next work to reduce; None when stopped."""
+    def next_batch(self) -> ReduceBatch | None:
+        """The next batch to reduce; None when stopped."""
         self._gather()
         # Not taken once stopping, even if there is some: it would be work that nobody waits for.
-        work = self._wait(lambda: None if self.stopping else self._core.take(), lambda: self.stopping)
-        self._taken_s, self._taken_bytes = time.monotonic(), 0 if work is None else work.size_bytes
-        return work
+        batch = self._wait(lambda: None if self.stopping else self._core.take(), lambda: self.stopping)
+        self._taken_s, self._taken_bytes = time.monotonic(), 0 if batch is None else batch.size_bytes
+        return batch
 
     def _gather(self) -> None:
         """Under load, lets rows add up for a moment: until there are many, or a mapper has none or no room for more."""
@@ -121,27 +121,27 @@ class Pipeline:
                 self._changed.wait(min(GATHER_IDLE_S, end_s - now_s))
                 now_s = time.monotonic()
 
-    def is_current(self, work: Work) -> bool:
+    def is_current(self, batch: ReduceBatch) -> bool:
         with self._changed:
-            return self._core.is_current(work)
+            return self._core.is_current(batch)
 
     # -- commit -------------------------------------------------------------------------------------------------------
 
-    def committed(self, work: Work) -> bool:
-        """Whether ``work`` was still wanted; if not, the pipeline was restarted while it was being committed."""
+    def committed(self, batch: ReduceBatch) -> bool:
+        """Whether ``batch`` was still wanted; if not, the core was restarted while it was being committed."""
         with self._changed:
-            current = self._core.is_current(work)
+            current = self._core.is_current(batch)
             if current:
-                self._core.committed(work)
+                self._core.committed(batch)
                 self._changed.notify_all()
             return current
 
-    def settle(self, work: Work, persisted: ReducerState) -> Settled | None:
-        """See ``ReducerCore.settle``; None if the pipeline was restarted meanwhile."""
+    def settle(self, batch: ReduceBatch, persisted: ReducerState) -> Settled | None:
+        """See ``ReducerCore.settle``; None if the core was restarted meanwhile."""
         with self._changed:
-            if not self._core.is_current(work):
+            if not self._core.is_current(batch):
                 return None
-            settled = self._core.settle(work, persisted)
+            settled = self._core.settle(batch, persisted)
             self._changed.notify_all()
             return settled
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shuffle.api import Mapper, PartitionedRowset, Reducer
     from shuffle.errors import ShuffleError
+    from shuffle.jobs.aggregate_reducer import AggregateReducer
     from shuffle.jobs.aggregates import Count, Last, Max, Min, Sum
-    from shuffle.jobs.library import AggregateReducer, HashMapper
+    from shuffle.jobs.hash_mapper import HashMapper
     from shuffle.mapper.reader import PartitionReader
     from shuffle.partition import hash_partition
 
@@ -38,7 +39,8 @@ _MODULES = {
     "shuffle.jobs.aggregates": ("Count", "Last", "Max", "Min", "Sum"),
     "shuffle.api": ("Mapper", "PartitionedRowset", "Reducer"),
     "shuffle.errors": ("ShuffleError",),
-    "shuffle.jobs.library": ("AggregateReducer", "HashMapper"),
+    "shuffle.jobs.aggregate_reducer": ("AggregateReducer",),
+    "shuffle.jobs.hash_mapper": ("HashMapper",),
     "shuffle.partition": ("hash_partition",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

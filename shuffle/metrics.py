@@ -48,3 +48,18 @@ class ReducerMetrics(Metrics):
         self.fetch_seconds = self._seconds("fetch_seconds", "Time of one GetRows, the long poll included")
         self.reduce_seconds = self._seconds("reduce_seconds", "Time in the user's reduce, per batch")
         self.commit_seconds = self._seconds("commit_seconds", "Time of one commit")
+
+    def observe_reduce(self, seconds: float) -> None:
+        self.reduce_seconds.observe(seconds)
+
+    def observe_commit(self, seconds: float) -> None:
+        self.commit_seconds.observe(seconds)
+
+    def count_commit(self, rows: int, size_bytes: int, dead_letter_rows: int) -> None:
+        self.commits.inc()
+        self.reduced_rows.inc(rows)
+        self.reduced_bytes.inc(size_bytes)
+        self.dead_letters.inc(dead_letter_rows)
+
+    def count_conflict(self) -> None:
+        self.conflicts.inc()

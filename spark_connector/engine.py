@@ -30,6 +30,7 @@ from shuffle.run.controller import (
     not_deterministic,
     served_store,
 )
+from shuffle.run.dead_letters import last_words
 from shuffle.run.determinism import check_map
 from shuffle.run.supervisor import Supervisor
 from shuffle.spec.config import ProcessorSpec, check_against_store
@@ -98,9 +99,9 @@ def run_on_spark(
                 job.check()
                 with contextlib.suppress(StoreUnavailable):
                     if goal is not None and look_whether_drained(goal, spec, client):
-                        say(f"{spec.processor}: drained")
+                        say(f"{spec.processor}: drained{last_words(spec, client)}")
                         return 0
-            say(f"{spec.processor}: stopped; it goes on from here when it is run again")
+            say(f"{spec.processor}: stopped; it goes on from here when it is run again{last_words(spec, client)}")
         return 128 + signal.SIGINT if asked.number == signal.SIGINT else 0
 
 

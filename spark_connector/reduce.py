@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -21,35 +21,27 @@ from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 from pyspark.sql.types import StructType
 
-from shuffle.api import WorkerSpec
-from shuffle.errors import (
-    BadInput,
-    CommitConflict,
-    CommitUnknown,
-    Expired,
-    RowsGone,
-    ShuffleError,
-    SplitBrain,
-    StoreError,
-    UserCodeError,
-)
+from shuffle.api import Reducer, WorkerSpec
+from shuffle.durable.reducer_state import ReducerState
+from shuffle.errors import BadInput, RowsGone, ShuffleError, SplitBrain, StoreUnavailable
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex, new_guid
-from shuffle.jobs.library import check_config
 from shuffle.mapper.spill.store import done_row_indexes
 from shuffle.reducer.commit import Committer
-from shuffle.reducer.core import ReducerCore, Settled, Work
-from shuffle.reducer.daemon import CONFLICTS_MAX, limits_of
-from shuffle.reducer.reduce import ReduceStage
+from shuffle.reducer.core import ReduceBatch, ReducerCore, Settled
+from shuffle.reducer.cycle import ReduceCycle, Surroundings
+from shuffle.reducer.daemon import limits_of
+from shuffle.reducer.reduce import Reduced, ReduceStage
 from shuffle.spark_connector.options import Options
 from shuffle.spark_connector.schemas import arrow_schema, as_schema, spark_schema
 from shuffle.spark_connector.sink.emitted import Emission, emitted_schema, prepare
 from shuffle.spark_connector.source.processor import Processor, Produced
 from shuffle.spark_connector.source.query_lease import begin_task
 from shuffle.spark_connector.source.reader import DriverSide, ReducerPart, StreamReaderBase, source_processor
+from shuffle.spark_connector.waiting import Waiting
 from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
 from shuffle.statestore import StateClient
-from shuffle.support.retry import LASTING
-from shuffle.user_code.poison import is_transient, place_of, reason_of
+from shuffle.support.retry import Backoff
+from shuffle.user_code.create import create
 
 SUMMARY_SCHEMA = pa.schema(
     [
@@ -57,6 +49,7 @@ SUMMARY_SCHEMA = pa.schema(
         pa.field("rows", pa.int64(), False),
         pa.field("bytes", pa.int64(), False),
         pa.field("commits", pa.int64(), False),
+        pa.field("dead_letters", pa.int64(), False),
     ]
 )
 """What a task hands to Spark: what it has committed itself. A task that is run again finds little or nothing to do."""
@@ -64,7 +57,6 @@ SUMMARY_SCHEMA = pa.schema(
 GATHER_S = 0.1
 """How long rows may wait for more of them before they are reduced: larger batches mean fewer commits."""
 
-RETRY_S = 0.2
 RESTARTS_MAX = 100
 """How often a task may find that another one has moved its reducer's row. Each time that one has got on, so it ends."""
 
@@ -162,18 +154,35 @@ class ReduceStreamReader(StreamReaderBase):
                 yield as_schema(batch, self._schema)
             return
         yield pa.RecordBatch.from_pylist(
-            [{"reducer": partition.reducer, "rows": done.rows, "bytes": done.bytes, "commits": done.commits}],
+            [{"reducer": partition.reducer, **asdict(done)}],
             schema=SUMMARY_SCHEMA,
         )
 
 
 @dataclass
 class Done:
-    """What one task has committed."""
+    """What one task has committed, counted by the cycle as the metrics of a reducer process are."""
 
     rows: int = 0
     bytes: int = 0
     commits: int = 0
+    dead_letters: int = 0
+    """Of the rows, those that were set aside."""
+
+    def count_commit(self, rows: int, size_bytes: int, dead_letter_rows: int) -> None:
+        self.rows += rows
+        self.bytes += size_bytes
+        self.commits += 1
+        self.dead_letters += dead_letter_rows
+
+    def count_conflict(self) -> None:
+        """Not told: Spark has no place for it."""
+
+    def observe_reduce(self, seconds: float) -> None:
+        """Not told: Spark measures its tasks itself."""
+
+    def observe_commit(self, seconds: float) -> None:
+        """Not told, as with ``observe_reduce``."""
 
 
 class _Restart(Exception):
@@ -213,7 +222,7 @@ class _Feed:
             self.stopped = True
             self.changed.notify_all()
 
-    def next_work(self) -> Work | None:
+    def next_batch(self) -> ReduceBatch | None:
         """The next rows to reduce; None when all have been."""
         gather_until_s: float | None = None
         with self.changed:
@@ -226,15 +235,33 @@ class _Feed:
                 if core.queued_rows and gather_until_s is None:
                     gather_until_s = now_s + GATHER_S
                 waited = gather_until_s is not None and now_s >= gather_until_s
-                if full or waited or not self.fetching or core.in_flight:
-                    work = core.take()
-                    if work is not None or not self.fetching:
-                        return work
+                if full or waited or not self.fetching or core.in_flight is not None:
+                    batch = core.take()
+                    if batch is not None or not self.fetching:
+                        return batch
                 self.changed.wait(GATHER_S)
 
     def committed_index(self, mapper: int) -> int:
         with self.changed:
             return int(self.core.committed_state[MapperIndex(mapper)])
+
+    # What the cycle asks of its core.
+
+    def is_current(self, batch: ReduceBatch) -> bool:
+        with self.changed:
+            return self.core.is_current(batch)
+
+    def committed(self, batch: ReduceBatch) -> bool:
+        with self.changed:
+            self.core.committed(batch)
+            self.changed.notify_all()
+            return True
+
+    def settle(self, batch: ReduceBatch, persisted: ReducerState) -> Settled:
+        with self.changed:
+            settled = self.core.settle(batch, persisted)
+            self.changed.notify_all()
+            return settled
 
 
 class ReduceTask:
@@ -252,7 +279,7 @@ class ReduceTask:
         self._client = processor.store.client()
         self._committer = Committer(self._client, spec.reducers_table, self._index, len(self._ends))
         self._done = Done()
-        self._conflicts = 0
+        self._waiting = Waiting(processor.store.timeout_s)
 
     def run(self) -> Done:
         """Everything up to the end of the batch is committed when this returns, by this task or by another.
@@ -286,9 +313,12 @@ class ReduceTask:
         for thread in threads:
             thread.start()
         try:
-            stage = self._stage()
-            while (work := feed.next_work()) is not None:
-                self._reduce(feed, stage, work)
+            cycle = self._cycle(feed, self._processor.store.patiently(lambda _: self._stage()))
+            while (batch := feed.next_batch()) is not None:
+                try:
+                    cycle.run(batch)
+                except SplitBrain as error:
+                    raise _Restart from error
         finally:
             feed.stop()
 
@@ -337,21 +367,10 @@ class ReduceTask:
 
     def _stage(self) -> ReduceStage:
         spec = self._spec
-        cls = load_class(spec, "reducer")
         worker = WorkerSpec(
             spec.processor, self._index, new_guid(), len(self._ends), spec.reducer.count, spec.max_parallelism
         )
-        try:
-            reducer = cls(check_config(cls, spec.reducer.config), worker, self._client)
-        except Exception as error:
-            if is_transient(error):
-                raise
-            raise UserCodeError(
-                f"processor {spec.processor}, reducer {self._index}: {spec.reducer.class_name} could not be created: "
-                f"{reason_of(error)}{place_of(error)}",
-                processor=spec.processor,
-                reducer=self._index,
-            ) from error
+        reducer: Reducer = create(load_class(spec, "reducer"), "reducer", spec.reducer.config, worker, self._client)
         return ReduceStage(
             reducer,
             self._client,
@@ -362,43 +381,38 @@ class ReduceTask:
             locate=lambda part, place: None,
         )
 
-    def _reduce(self, feed: _Feed, stage: ReduceStage, work: Work) -> None:
-        try:
-            reduced = self._processor.store.patiently(lambda _: stage.reduce(work))
-            if self._emission is not None:
-                self._emission.add_to(reduced.transaction)
-            self._committer.commit(reduced)
-        except LASTING:
-            raise
-        except (CommitConflict, CommitUnknown, SplitBrain, StoreError, Expired) as error:
-            self._settle(feed, work, error)
-            return
-        with feed.changed:
-            feed.core.committed(work)
-            feed.changed.notify_all()
-        self._count(work)
+    def _cycle(self, feed: _Feed, stage: ReduceStage) -> ReduceCycle:
+        options = self._spec.reducer
+        surroundings = Surroundings(
+            metrics=self._done,
+            backoff=lambda: Backoff(options.backoff_ms, options.backoff_ms_max),
+            clock=time.monotonic,
+            sleep=_sleep,
+            on_wait=self._be_patient,
+            complete=self._add_emission,
+        )
+        return ReduceCycle(
+            stage, self._committer, feed, surroundings, processor=self._spec.processor, index=self._index
+        )
 
-    def _settle(self, feed: _Feed, work: Work, error: ShuffleError) -> None:
-        """The persisted row decides what became of a commit without an answer; see ``ReducerCore.settle``."""
-        self._conflicts += 1
-        if self._conflicts > CONFLICTS_MAX:
-            raise error
-        if not isinstance(error, SplitBrain):
-            time.sleep(RETRY_S)
-        persisted = self._processor.store.patiently(lambda _: self._committer.read_state())
-        with feed.changed:
-            settled = feed.core.settle(work, persisted)
-            feed.changed.notify_all()
-        if settled is Settled.SPLIT_BRAIN:
-            raise _Restart
-        if settled is Settled.COMMITTED:
-            self._conflicts = 0
-            # After a conflict the commit was another task's: it was the first with the very same rows.
-            if not isinstance(error, CommitConflict | SplitBrain):
-                self._count(work)
+    def _add_emission(self, reduced: Reduced) -> None:
+        if self._emission is not None:
+            self._emission.add_to(reduced.transaction)
 
-    def _count(self, work: Work) -> None:
-        self._conflicts = 0
-        self._done.rows += work.row_count
-        self._done.bytes += work.size_bytes
-        self._done.commits += 1
+    def _be_patient(self, error: Exception, waited_s: float) -> None:
+        """Say what is waited for, and raise when that has taken longer than the query allows."""
+        if not waited_s:
+            self._waiting.restart()
+        message = error.message if isinstance(error, ShuffleError) else str(error)
+        self._waiting.tell(message)
+        timeout_s = self._processor.store.timeout_s
+        if waited_s > timeout_s:
+            raise StoreUnavailable(
+                f"{message}. It was waited for {timeout_s:g} s; start it again, or raise the option 'timeout'"
+            ) from error
+
+
+def _sleep(seconds: float) -> bool:
+    """A task is ended by killing its process, so that there is nothing that would cut a wait short."""
+    time.sleep(seconds)
+    return True

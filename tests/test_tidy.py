@@ -57,6 +57,7 @@ PURE_MODULES = (
     "mapper/spill/policy.py",
     "mapper/spill/stragglers.py",
     "reducer/core.py",
+    "reducer/cycle.py",
     "statestore/engine/conflicts.py",
     "statestore/engine/leases.py",
 )

@@ -1,1 +1,4 @@
-"""Ready-made jobs: a mapper that hashes, a reducer that aggregates."""
+"""Base classes for the usual jobs, so that such a job is a few declarative lines.
+
+A class may also declare the configuration it takes: ``config_schema = {"cluster": str, "limit": (int, 100)}``.
+"""

@@ -1,10 +1,10 @@
 """The hashes of key values that come again and again: found by value instead of computed.
 
-Keys repeat: users, clusters, devices. Of each key column a memo keeps the values that it has seen, and of all columns
-together one hash for every combination of them. A batch is then looked up, column by column, and only what is new in it
-is hashed. What comes out is the same hash in every case: a memo saves time and decides nothing.
+Keys repeat: users, clusters, devices. Of each key column the cache keeps the values that it has seen, and of all of
+them together one hash for every combination. A batch is then looked up, column by column, and only what is new in it is
+hashed. What comes out is the same hash in every case: the cache saves time and decides nothing.
 
-Where keys do not repeat enough for that, the memo says so, and leaves the next batches alone for a while.
+Where keys do not repeat enough for that, the cache says so, and leaves the next batches alone for a while.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from shuffle.partition.xxhash64 import repeats, xxhash64
 
 ROWS_MIN = 8192
-"""Smaller batches are not for a memo: there is little to find again, and looking up costs more than hashing."""
+"""Smaller batches are not for the cache: there is little to find again, and looking up costs more than hashing."""
 
 COMBINATIONS_MAX = 1 << 18
 """Of key values whose hashes are kept: 2 MiB of them."""
@@ -29,7 +29,7 @@ _ROWS_PER_COMBINATION = 4
 """A batch must have so many rows for each combination that is kept: each batch looks through all known values."""
 
 _PAUSE_BATCHES = 64
-"""How many batches go by before a memo that did not pay is tried again."""
+"""How many batches go by before a cache that did not pay is tried again."""
 
 Hashes = np.ndarray[Any, np.dtype[np.int64]]
 Codes = np.ndarray[Any, np.dtype[np.int32]]
@@ -43,7 +43,7 @@ class _Known:
     hashes: Hashes
 
 
-class KeyMemo:
+class HashCache:
     """For one list of key columns. Threads may share it: at worst they learn the same values twice."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class KeyMemo:
         return known.hashes, combined
 
 
-def memorable(kind: pa.DataType) -> bool:
+def cacheable(kind: pa.DataType) -> bool:
     """Whether values of this type can be looked up: equal ones, and no others, have the same bytes."""
     types = pa.types
     return bool(

@@ -29,7 +29,7 @@ from shuffle.durable.tables import spill_queue
 from shuffle.errors import ShuffleError, SpecError, StoreUnavailable, UserCodeError
 from shuffle.ids import Token
 from shuffle.mapper.reader import decode_position, open_reader
-from shuffle.run.dead_letters import count_words, dead_letter_queues
+from shuffle.run.dead_letters import last_words
 from shuffle.run.determinism import Difference, check_map
 from shuffle.run.status import ProcessorStatus, StatusCollector
 from shuffle.run.store_service import StoreKeeper, answering_address, log_folder, opened, require_store, served_store
@@ -219,16 +219,7 @@ class Controller:
             for role in ("reducer", "mapper"):  # 4
                 self._supervisor.stop(workers[role])
         if self._ending:
-            self._say(f"{spec.processor}: {self._ending}{self._dead_letters(spec, client)}")
-
-    def _dead_letters(self, spec: ProcessorSpec, client: StateClient) -> str:
-        """For the last line: that rows were set aside must not look as if all of them had been counted."""
-        try:
-            words = count_words(dead_letter_queues(spec, client))
-        except ShuffleError as error:
-            _log.warning("dead letters not counted", error=error)
-            return ""
-        return f"; {words}: `shuffle dead-letters {self._given.path.name} show` prints them" if words else ""
+            self._say(f"{spec.processor}: {self._ending}{last_words(spec, client)}")
 
     def _start(self, role: str, index: int, logs: Path) -> Child:
         arguments = [os.fspath(self._given.path), "--index", str(index)]

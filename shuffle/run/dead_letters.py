@@ -28,10 +28,11 @@ from shuffle.api import Reducer, WorkerSpec
 from shuffle.durable.tables import reducers_group
 from shuffle.errors import BadInput, CommitConflict, ShuffleError, SpecError, UserCodeError
 from shuffle.ids import new_guid
-from shuffle.jobs.library import check_config
 from shuffle.limits import MIB
 from shuffle.run.preflight import META_KEY, META_ROW, count_mappers
 from shuffle.spec.config import ProcessorSpec, load_class
+from shuffle.support.logs import get_logger
+from shuffle.user_code.create import create
 from shuffle.user_code.poison import (
     DEAD_LETTER_SCHEMA,
     decode_row,
@@ -53,6 +54,8 @@ REPLAY_ROWS_MAX = 10_000
 READ_BYTES_MAX = 16 * MIB
 ATTEMPTS_MAX = 10
 """Of one transaction, when others write to the same rows."""
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,16 @@ def count_words(found: list[DeadLetterQueue]) -> str:
     rows = sum(queue.rows for queue in waiting)
     names = ", ".join(queue.queue for queue in waiting)
     return f"{rows:,} dead letter{'s' if rows > 1 else ''} ({names})" if waiting else ""
+
+
+def last_words(spec: ProcessorSpec, client: StateClient) -> str:
+    """For the last line of a run: that rows were set aside must not look as if all of them had been counted."""
+    try:
+        words = count_words(dead_letter_queues(spec, client))
+    except ShuffleError as error:
+        _log.warning("dead letters not counted", error=error)
+        return ""
+    return f"; {words}: `shuffle dead-letters {spec.path.name} show` prints them" if words else ""
 
 
 def letters(client: StateClient, queue: str) -> Iterator[Letter]:
@@ -277,7 +290,6 @@ class Replay:
     def _reducer(self, index: int) -> Reducer:
         if index not in self._reducers:
             spec = self._spec
-            cls = load_class(spec, "reducer")
             worker = WorkerSpec(
                 spec.processor,
                 index,
@@ -286,7 +298,9 @@ class Replay:
                 spec.reducer.count,
                 spec.max_parallelism,
             )
-            self._reducers[index] = cls(check_config(cls, spec.reducer.config), worker, self._client)
+            self._reducers[index] = create(
+                load_class(spec, "reducer"), "reducer", spec.reducer.config, worker, self._client
+            )
         return self._reducers[index]
 
 

@@ -22,12 +22,13 @@ import numpy as np
 import pyarrow as pa
 
 from shuffle.api import Mapper, PartitionedRowset, WorkerSpec
-from shuffle.errors import ShuffleError, UserCodeError
+from shuffle.errors import BadInput, ShuffleError, UserCodeError
 from shuffle.ids import Guid, Token
-from shuffle.mapper.mapping import create
 from shuffle.mapper.reader import open_reader
+from shuffle.partition import check_partition_indexes
 from shuffle.run import launch
 from shuffle.spec.config import ProcessorSpec, load_class, load_spec
+from shuffle.user_code.create import create
 from shuffle.user_code.poison import locate_poison, place_of, split_rows
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class _Run:
         )
         self._reducer_count = spec.reducer.count
         self._name = spec.mapper.class_name
-        self._mapper: Mapper = create(load_class(spec, "mapper"), spec.mapper.config, worker, client, schema)
+        self._mapper: Mapper = create(load_class(spec, "mapper"), "mapper", spec.mapper.config, worker, client, schema)
 
     def map(self, rows: pa.Table) -> pa.Table:
         """The output rows of one batch with a last column for the reducer of each."""
@@ -126,11 +127,10 @@ class _Run:
         if not isinstance(result, PartitionedRowset):
             raise UserCodeError(f"{self._name}.map must return a PartitionedRowset, not {type(result).__name__}")
         indexes = np.asarray(result.partition_indexes, dtype=np.int64)
-        outside = indexes[(indexes < 0) | (indexes >= self._reducer_count)]
-        if len(outside):
-            raise UserCodeError(
-                f"{self._name}.map sent a row to reducer {outside[0]}: there are {self._reducer_count}, counted from 0"
-            )
+        try:
+            check_partition_indexes(indexes, self._reducer_count, f"{self._name}.map")
+        except BadInput as error:
+            raise UserCodeError(error.message, **error.fields) from None
         return result.rows.append_column("(reducer)", pa.array(indexes))
 
     def map_in_cuts(self, rows: pa.Table) -> pa.Table:

@@ -170,7 +170,7 @@ def _hidden(spec: ProcessorSpec, module: Any) -> str:
 
 
 def _check_user_config(spec: ProcessorSpec, role: Literal["mapper", "reducer"], found: type[Any]) -> None:
-    from shuffle.jobs.library import check_config
+    from shuffle.support.config_schema import check_config
 
     try:
         check_config(found, spec.mapper.config if role == "mapper" else spec.reducer.config)

@@ -126,8 +126,6 @@ class ReducerSpec:
     dead_letter_queue: str | None = None
     """The queue for rows that are set aside, with ``on_error: dead_letter``. Default:
     ``<processor>/reducer_dead_letters``."""
-    pipeline_depth: int = 1
-    """How many batches may wait between two stages of the pipeline: fetch, reduce and commit. Default: 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +300,6 @@ RANGES: dict[str, tuple[int, int]] = {
     "reducer.batch_bytes_max": (1024, TRANSACTION_BYTES_MAX),
     "backoff_ms": (1, 600_000),
     "backoff_ms_max": (1, 600_000),
-    "pipeline_depth": (1, 64),
     "max_parallelism": (1, 32_768),
     "lease_ttl_ms": (300, 600_000),
     "age_ms": (1, 86_400_000),

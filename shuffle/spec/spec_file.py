@@ -268,7 +268,6 @@ _REDUCER: dict[str, Reader] = {
     "backoff_ms_max": _DURATION,
     "on_error": _choice("stop", "dead_letter"),
     "dead_letter_queue": _queue_name,
-    "pipeline_depth": _COUNT,
 }
 _SPILL: dict[str, Reader] = {
     "enabled": _flag,
@@ -289,6 +288,12 @@ _ALIASES = {
     "lease_ttl": "lease_ttl_ms",
     "age": "age_ms",
 }
+
+_REMOVED = {
+    "reducer.pipeline_depth": "has no effect and is not an option any more: reduce and commit always take turns. "
+    "Remove the line",
+}
+"""Keys that earlier versions took, and what to do about them."""
 
 
 def _section(readers: Mapping[str, Reader], required: tuple[str, ...]) -> Reader:
@@ -312,7 +317,8 @@ def _section(readers: Mapping[str, Reader], required: tuple[str, ...]) -> Reader
             key_place = f"{place}." * bool(place) + (key if is_plain else quoted(key))
             name = _ALIASES.get(key, key)
             if key not in known:
-                file.note(key_place, key_node, f"unknown key{_did_you_mean(key, known)}")
+                why = _REMOVED.get(key_place) or f"unknown key{_did_you_mean(key, known)}"
+                file.note(key_place, key_node, why)
                 continue
             if name in seen:
                 file.note(key_place, key_node, f"is given twice, first in line {seen[name]}")

@@ -110,15 +110,6 @@ def locate_poison(
     return found
 
 
-def find_poison(
-    rows: pa.Table, attempt: Callable[[pa.Table], None], *, attempts_max: int = ATTEMPTS_MAX
-) -> tuple[pa.Table, pa.Table, list[str]]:
-    """``rows`` as (the good ones, the bad ones, the reason for each bad one); see ``locate_poison``."""
-    found = locate_poison(rows, attempt, attempts_max=attempts_max)
-    good, bad = split_rows(rows, [poison.row for poison in found])
-    return good, bad, [poison.reason for poison in found]
-
-
 def split_rows(rows: pa.Table, bad: Sequence[int]) -> tuple[pa.Table, pa.Table]:
     """``rows`` without those at the places ``bad``, and those, both in their order."""
     if not bad:

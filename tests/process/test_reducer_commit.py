@@ -13,12 +13,12 @@ from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE
 from shuffle.errors import CommitConflict, SplitBrain, StoreUnavailable, UserCodeError
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.reducer.commit import Committer
-from shuffle.reducer.core import Limits, ReducerCore, Settled, Work
+from shuffle.reducer.core import FetchLimits, ReduceBatch, ReducerCore, Settled
 from shuffle.reducer.reduce import Reduced, ReduceStage
 from shuffle.statestore import StateClient, Transaction
 
 R0, M0 = ReducerIndex(0), MapperIndex(0)
-LIMITS = Limits(100, 10_000, 0, 100, 10_000, 10_000)
+LIMITS = FetchLimits(100, 10_000, 0, 100, 10_000, 10_000)
 TOTAL_KEY = pa.table({"name": ["total"]})
 
 
@@ -56,7 +56,7 @@ class Instance:
             locate=lambda part, place: None,
         )
 
-    def fetch(self, *values: int) -> Work:
+    def fetch(self, *values: int) -> ReduceBatch:
         plan = self.core.fetch_plan(M0)
         assert plan is not None
         last = ShuffleIndex(plan.from_row_index + len(values))
@@ -67,7 +67,7 @@ class Instance:
 
     def commit(self, reduced: Reduced) -> None:
         self.committer.commit(reduced)
-        self.core.committed(reduced.work)
+        self.core.committed(reduced.batch)
 
 
 @pytest.fixture

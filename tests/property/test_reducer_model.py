@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shuffle.durable.reducer_state import ReducerState
 from shuffle.ids import MapperIndex, ShuffleIndex
-from shuffle.reducer.core import FetchPlan, Limits, ReducerCore, Settled, Work
+from shuffle.reducer.core import FetchLimits, FetchPlan, ReduceBatch, ReducerCore, Settled
 
 Answer = list[tuple[pa.RecordBatch, ShuffleIndex]]
 Effect = tuple[int, int]
@@ -66,17 +66,17 @@ class NaiveMapper:
         return batches
 
 
-def effects_of(work: Work) -> list[Effect]:
+def effects_of(work: ReduceBatch) -> list[Effect]:
     rows = work.rowset()
     return list(zip(rows["mapper"].to_pylist(), rows["row"].to_pylist(), strict=True))
 
 
 class Instance:
-    def __init__(self, mapper_count: int, limits: Limits, persisted: ReducerState) -> None:
+    def __init__(self, mapper_count: int, limits: FetchLimits, persisted: ReducerState) -> None:
         self.core = ReducerCore(mapper_count, limits)
         self.core.restart(persisted)
-        self.reduced: list[Work] = []
-        """The queue between reduce and commit."""
+        self.reduced: list[ReduceBatch] = []
+        """Between reduce and commit; a restart may have overtaken some of it."""
         self.answers: list[tuple[FetchPlan, Answer]] = []
         """On the wire."""
 
@@ -84,15 +84,14 @@ class Instance:
 class TwoReducers:
     """The world: mappers, a store, two instances, and everything that is on the wire between them."""
 
-    def __init__(self, mapper_count: int, depth: int, batch_rows_max: int) -> None:
-        self.limits = Limits(
+    def __init__(self, mapper_count: int, batch_rows_max: int) -> None:
+        self.limits = FetchLimits(
             fetch_rows_max=10,
             fetch_bytes_max=1 << 20,
             fetch_wait_ms=0,
             batch_rows_max=batch_rows_max,
             batch_bytes_max=1 << 20,
             queued_bytes_max=200,
-            pipeline_depth=depth,
         )
         self.mappers = [NaiveMapper(i) for i in range(mapper_count)]
         self.store = NaiveStore(ReducerState.initial(mapper_count))
@@ -135,24 +134,23 @@ class TwoReducers:
         instance = self.instances[who]
         work = instance.core.take()
         if work is not None:
-            assert len(instance.core.in_flight) <= self.limits.pipeline_depth
+            assert instance.core.in_flight is work
             assert work.row_count <= self.limits.batch_rows_max or len(work.parts) == 1
             instance.reduced.append(work)
 
-    def _oldest(self, who: int) -> Work | None:
+    def _oldest(self, who: int) -> ReduceBatch | None:
         instance = self.instances[who]
         while instance.reduced:
             work = instance.reduced.pop(0)
             if instance.core.is_current(work):
                 return work
-            self.seen["works superseded"] += 1
+            self.seen["batches superseded"] += 1
         return None
 
     def commit(self, who: int, n: int) -> None:
         work, core = self._oldest(who), self.instances[who].core
         if work is not None:
-            expected, new = core.commit_plan(work)
-            if self.store.commit(expected, new, effects_of(work)):
+            if self.store.commit(work.expected, work.new, effects_of(work)):
                 core.committed(work)
                 self.seen["commits"] += 1
             else:
@@ -170,12 +168,19 @@ class TwoReducers:
         """The answer to a commit is lost; it was applied, or will be later, or never."""
         work, core = self._oldest(who), self.instances[who].core
         if work is not None:
-            commit = (*core.commit_plan(work), effects_of(work))
+            commit = (work.expected, work.new, effects_of(work))
             if n % 2:
                 self.store.commit(*commit)
             else:
                 self.late.append(commit)
             self.seen[core.settle(work, self.store.state).value] += 1
+
+    def reconcile(self, who: int, n: int) -> None:
+        """A mapper knows of more commits than this instance, which then looks at the row and starts again from it."""
+        core = self.instances[who].core
+        if not core.agrees(self.store.state):
+            core.restart(self.store.state)
+            self.seen["reconciled"] += 1
 
     def apply_late(self, who: int, n: int) -> None:
         if self.late and self.store.commit(*self.late.pop(n % len(self.late))):
@@ -214,6 +219,7 @@ WEIGHTS = {
     TwoReducers.commit: 6,
     TwoReducers.lose_race: 2,
     TwoReducers.lose_answer: 2,
+    TwoReducers.reconcile: 2,
     TwoReducers.apply_late: 2,
     TwoReducers.crash: 1,
 }
@@ -222,7 +228,7 @@ STEPS = st.tuples(
     st.sampled_from([0, 0, 0, 1]),
     st.integers(0, 1000),
 )
-WORLDS = st.builds(TwoReducers, st.integers(1, 3), st.integers(1, 3), st.integers(1, 8))
+WORLDS = st.builds(TwoReducers, st.integers(1, 3), st.integers(1, 8))
 
 
 @settings(max_examples=150, deadline=None)
@@ -241,7 +247,7 @@ def test_the_faults_of_the_model_do_happen() -> None:
     random, seen = Random(7), Counter[str]()
     steps = list(WEIGHTS)
     for _ in range(40):
-        world = TwoReducers(random.randint(1, 3), random.randint(1, 3), random.randint(1, 8))
+        world = TwoReducers(random.randint(1, 3), random.randint(1, 8))
         for _ in range(120):
             step = random.choices(steps, list(WEIGHTS.values()))[0]
             step(world, int(random.random() < 0.25), random.randrange(1000))
@@ -254,7 +260,8 @@ def test_the_faults_of_the_model_do_happen() -> None:
         "rerun",
         "split brain",
         "answers ignored",
-        "works superseded",
+        "batches superseded",
+        "reconciled",
         "late commits applied",
     ]
     assert {kind: seen[kind] >= 5 for kind in kinds} == dict.fromkeys(kinds, True), seen

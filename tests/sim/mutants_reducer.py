@@ -27,7 +27,7 @@ def no_compare_at_commit(patch: Any) -> None:
     def commit(self: Any, reduced: Any) -> None:
         with reduced.transaction or self._client.transaction() as transaction:
             transaction.lookup(self._table, _ReducerState.key(self._index))
-            transaction.write(self._table, reduced.work.new.to_row(self._index))
+            transaction.write(self._table, reduced.batch.new.to_row(self._index))
             transaction.commit()
 
     patch(_Committer, "commit", commit)
@@ -36,7 +36,7 @@ def no_compare_at_commit(patch: Any) -> None:
 def no_read_at_commit(patch: Any) -> None:
     def commit(self: Any, reduced: Any) -> None:
         with reduced.transaction or self._client.transaction() as transaction:
-            transaction.write(self._table, reduced.work.new.to_row(self._index))
+            transaction.write(self._table, reduced.batch.new.to_row(self._index))
             transaction.commit()
 
     patch(_Committer, "commit", commit)
@@ -44,10 +44,10 @@ def no_read_at_commit(patch: Any) -> None:
 
 def compare_outside_the_transaction(patch: Any) -> None:
     def commit(self: Any, reduced: Any) -> None:
-        if self.read_state() != reduced.work.expected:
+        if self.read_state() != reduced.batch.expected:
             raise _SplitBrain("another instance")
         with self._client.transaction() as transaction:
-            transaction.write(self._table, reduced.work.new.to_row(self._index))
+            transaction.write(self._table, reduced.batch.new.to_row(self._index))
             if reduced.transaction is not None:
                 # The user's writes, without what the user has read.
                 transaction._request.writes.extend(reduced.transaction._request.writes)
@@ -61,9 +61,9 @@ def positions_before_state(patch: Any) -> None:
     def commit(self: Any, reduced: Any) -> None:
         with self._client.transaction() as transaction:
             rows = transaction.lookup(self._table, _ReducerState.key(self._index))
-            if _ReducerState.from_rows(rows, self._mapper_count) != reduced.work.expected:
+            if _ReducerState.from_rows(rows, self._mapper_count) != reduced.batch.expected:
                 raise _SplitBrain("another instance")
-            transaction.write(self._table, reduced.work.new.to_row(self._index))
+            transaction.write(self._table, reduced.batch.new.to_row(self._index))
             transaction.commit()
         if reduced.transaction is not None:
             reduced.transaction.commit()
@@ -147,9 +147,9 @@ def _get_without_expecting(self: Any, table: Any, keys: Any) -> Any:
 
 
 def expected_row_taken_for_committed(patch: Any) -> None:
-    def settle(self: Any, work: Any, persisted: Any) -> Any:
-        if persisted in (work.new, work.expected):
-            self.committed(work)
+    def settle(self: Any, batch: Any, persisted: Any) -> Any:
+        if persisted in (batch.new, batch.expected):
+            self.committed(batch)
             return _Settled.COMMITTED
         self.restart(persisted)
         return _Settled.SPLIT_BRAIN
@@ -158,11 +158,11 @@ def expected_row_taken_for_committed(patch: Any) -> None:
 
 
 def stale_cache_after_split_brain(patch: Any) -> None:
-    def settle(self: Any, work: Any, persisted: Any) -> Any:
-        if persisted == work.new:
-            self.committed(work)
+    def settle(self: Any, batch: Any, persisted: Any) -> Any:
+        if persisted == batch.new:
+            self.committed(batch)
             return _Settled.COMMITTED
-        self.rerun(work)
+        self.rerun(batch)
         return _Settled.RERUN
 
     patch(_Core, "settle", settle)
@@ -178,12 +178,17 @@ def cursor_told_as_committed(patch: Any) -> None:
     patch(_Core, "fetch_plan", fetch_plan)
 
 
+def _tip_of(core: Any) -> Any:
+    """The row that the store holds once what is in flight is committed."""
+    return core.committed_state if core.in_flight is None else core.in_flight.new
+
+
 def tip_told_as_committed(patch: Any) -> None:
     original = _Core.fetch_plan
 
     def fetch_plan(self: Any, mapper_index: Any) -> Any:
         plan = original(self, mapper_index)
-        return None if plan is None else replace(plan, committed_row_index=self._tip[mapper_index])
+        return None if plan is None else replace(plan, committed_row_index=_tip_of(self)[mapper_index])
 
     patch(_Core, "fetch_plan", fetch_plan)
 
@@ -255,8 +260,8 @@ def other_mappers_forgotten(patch: Any) -> None:
 def poison_row_dropped_by_the_reducer(patch: Any) -> None:
     original = _Stage._dead_letters
 
-    def dead_letters(self: Any, work: Any, bad: Any, found: Any) -> Any:
-        return original(self, work, bad, found).slice(1)
+    def dead_letters(self: Any, batch: Any, bad: Any, found: Any) -> Any:
+        return original(self, batch, bad, found).slice(1)
 
     patch(_Stage, "_dead_letters", dead_letters)
 

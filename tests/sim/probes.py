@@ -22,7 +22,7 @@ from shuffle.mapper.core import MapperCore
 from shuffle.mapper.serve import SharedCore
 from shuffle.reducer.core import ReducerCore
 from shuffle.reducer.reduce import ReduceStage
-from shuffle.reducer.shared_core import Pipeline
+from shuffle.reducer.shared_core import SharedCore as SharedReducerCore
 from shuffle.statestore.engine.engine import Engine
 from shuffle.statestore.engine.leases import LeaseTable
 from tests.sim import kernel
@@ -136,11 +136,11 @@ def _watch_reducer() -> None:
 
     _watch(ReducerCore, "fetched", fetched)
 
-    def reconciled(mark: Any, pipeline: Any, args: Any, result: Any, error: Any) -> None:
+    def reconciled(mark: Any, shared: Any, args: Any, result: Any, error: Any) -> None:
         if error is None and result[1] is not None:
             mark("a reducer learned from a mapper that another instance is alive")
 
-    _watch(Pipeline, "reconcile", reconciled)
+    _watch(SharedReducerCore, "reconcile", reconciled)
 
     def letters(mark: Any, stage: Any, args: Any, result: Any, error: Any) -> None:
         mark("a reducer set rows aside")

@@ -19,7 +19,8 @@ from shuffle.support.process_memory import keep_small
 MODULES = (
     "shuffle.spec.config",
     "shuffle.discovery",
-    "shuffle.jobs.library",
+    "shuffle.jobs.aggregate_reducer",
+    "shuffle.jobs.hash_mapper",
     "shuffle.metrics",
     "shuffle.partition",
     "shuffle.user_code.poison",

@@ -164,7 +164,6 @@ class Simulation:
         )
         daemon = shuffle.reducer.daemon
         daemon.load_class = lambda spec, role: SimReducer
-        daemon.check_config = lambda cls, config: config
         SimReducer.with_output = self.workload.with_output
         SimReducer.slow = staticmethod(self._slow)
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,6 +21,7 @@ from shuffle.examples.local import LocalSystem
 from shuffle.examples.processes import command_line, process_tree
 from shuffle.examples.workload import Workload, difference, oracle
 from shuffle.statestore import StateClient
+from shuffle.user_code.poison import DEAD_LETTER_SCHEMA, dead_letters
 
 ROWS = 200_000
 WAIT_S = 120
@@ -47,11 +49,23 @@ def test_workers_run_as_tasks_come_back_when_their_executor_is_killed_and_end_wi
         rows: list[pa.Table] = []
         fill(state, "logs", Workload(seed=3), ROWS, 2, on_batch=lambda _, batch: rows.append(batch))
         state.create_table("activity", key=KEY, value=VALUE)
+        # One row was set aside before: the last line must not pass over it.
+        state.create_queue("clustered/mapper_dead_letters", schema=DEAD_LETTER_SCHEMA, partitions=1)
+        where: dict[str, Any] = {"worker": 0, "mappers": [0], "positions": [0]}
+        letter = dead_letters(processor="clustered", role="mapper", **where, reasons=["bad"], rows=rows[0].slice(0, 1))
+        with state.transaction() as tx:
+            tx.append("clustered/mapper_dead_letters", 0, letter)
+            tx.commit()
         spec = system.write_spec(
             {
                 "processor": "clustered",
                 "input": {"queue": "logs"},
-                "mapper": {"class": "examples.activity:ParseLogs", "memory": "1MiB", "batch_bytes_max": 262_144},
+                "mapper": {
+                    "class": "examples.activity:ParseLogs",
+                    "memory": "1MiB",
+                    "batch_bytes_max": 262_144,
+                    "on_error": "dead_letter",
+                },
                 "reducer": {"class": "examples.activity:CountByUser", "count": 2, "batch_rows_max": 500},
                 "lease_ttl": "1s",
                 "metrics": False,
@@ -82,6 +96,9 @@ def test_workers_run_as_tasks_come_back_when_their_executor_is_killed_and_end_wi
                 os.kill(pid, signal.SIGKILL)
             controller.wait()
         said = log.read_text()
-        assert said.splitlines()[-1] == "clustered: stopped; it goes on from here when it is run again", said[-3000:]
+        assert said.splitlines()[-1] == (
+            "clustered: stopped; it goes on from here when it is run again; 1 dead letter "
+            f"(clustered/mapper_dead_letters): `shuffle dead-letters {spec.name} show` prints them"
+        ), said[-3000:]
         assert "Traceback" not in said
         assert str(difference(expected, state.scan("activity").read_all())).startswith("exactly-once: OK")

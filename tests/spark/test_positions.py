@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
@@ -31,7 +32,7 @@ from shuffle.spark_connector.source.processor import Processor
 from shuffle.spark_connector.source.reader import DriverSide, Limits, ReducerPart
 from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.spec.config import load_spec
-from shuffle.statestore import StateClient
+from shuffle.statestore import StateClient, Transaction
 
 REDUCERS = 3
 ALL = Limits(None, None, None)
@@ -212,6 +213,47 @@ def test_reducer_run_by_two_tasks_at_once_counts_every_row_once(
     rows = [Workload(with_user_share=1.0).rows(0, 5_000, partition) for partition in range(2)]
     assert str(difference(oracle(rows), state.scan("activity-twins").read_all())).startswith("exactly-once: OK")
     assert run(0) == Done()
+
+
+REFUSED_ROWS = 20
+"""Rows are refused that have the timestamp of one of the first so many."""
+
+
+class Picky(CountApart):
+    table = "activity-picky"
+
+    def reduce(self, rows: pa.Table) -> Transaction | None:
+        if pc.any(pc.is_in(rows["timestamp"], value_set=refused())).as_py():
+            raise ValueError("cannot take this row")
+        return super().reduce(rows)
+
+
+def refused() -> pa.Array:
+    return Workload(with_user_share=1.0).rows(0, REFUSED_ROWS, 0)["timestamp"].combine_chunks().unique()
+
+
+def test_rows_that_a_task_sets_aside_are_counted_by_it(
+    running: tuple[Processor, Mappers, str], state: StateClient
+) -> None:
+    processor, mappers, name = running
+    given = load_spec(mappers.spec)
+    options = replace(given.reducer, class_name="tests.spark.test_positions:Picky", on_error="dead_letter")
+    ends = produced(processor, 10_000)
+    rows = pa.concat_tables([Workload(with_user_share=1.0).rows(0, 5_000, partition) for partition in range(2)])
+    bad = pc.sum(pc.is_in(rows["timestamp"], value_set=refused())).as_py()
+    assert 0 < bad < 200
+    done = [
+        ReduceTask(
+            replace(given, reducer=options),
+            processor,
+            ReducerPart(reducer, [(mapper, -1, end, None) for mapper, end in enumerate(ends)]),
+        ).run()
+        for reducer in range(REDUCERS)
+    ]
+    assert sum(one.rows for one in done) == 10_000
+    assert sum(one.dead_letters for one in done) == bad
+    assert state.queue(f"{name}/reducer_dead_letters").bounds() == [(0, bad)]
+    assert pc.sum(state.scan(Picky.table).read_all()["count"]).as_py() == 10_000 - bad
 
 
 def test_rows_staged_by_two_attempts_of_a_task_are_published_once(system: LocalSystem, state: StateClient) -> None:

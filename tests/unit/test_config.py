@@ -82,7 +82,7 @@ def test_spec_of_the_contract_is_read_with_defaults(tmp_path: Path) -> None:
     assert spec.mapper.class_name == "job:Parse"
     assert spec.mapper.memory_bytes == 64 * MIB
     assert spec.reducer.count == 2
-    assert spec.reducer.pipeline_depth == 1
+    assert spec.reducer.fetch_wait_ms == 500
     assert spec.mapper.on_error == "stop"
     assert spec.state_folder == tmp_path / "job.state"
     assert spec.lines["mapper.class"] == 4
@@ -152,7 +152,7 @@ mapper:
   class: nowhere
   memry: 1GiB
   memory: 5 apples
-reducer: {class: "m:C", count: 0, pipeline_depth: x}
+reducer: {class: "m:C", count: 0, fetch_rows_max: x}
 colour: red
 """
     found = mistakes_of(tmp_path, text)
@@ -164,7 +164,7 @@ colour: red
         ["6", " mapper.memry"],
         ["7", " mapper.memory"],
         ["8", " reducer.count"],
-        ["8", " reducer.pipeline_depth"],
+        ["8", " reducer.fetch_rows_max"],
         ["9", " colour"],
     ]
     assert "did you mean 'memory'?" in found[4]
@@ -184,6 +184,11 @@ colour: red
         ("count: 2", "count: 5000", "reducer.count: 5000 is not between 1 and 4096"),
         ("count: 2", "count: 2, backoff: 9s", "reducer.backoff_ms: 9000 is above backoff_ms_max=5000"),
         ("count: 2", "count: 2, on_error: dead_leter", "did you mean 'dead_letter'?"),
+        (
+            "count: 2",
+            "count: 2, pipeline_depth: 1",
+            "reducer.pipeline_depth: has no effect and is not an option",
+        ),
         ("count: 2", "count: 2, dead_letter_queue: x", "is never used with on_error: stop"),
         ("memory: 64MiB", "memory: 2MiB", "raise it or lower batch_bytes_max"),
         ("memory: 64MiB", "listen: nowhere", "write it as host:port"),

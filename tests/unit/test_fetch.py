@@ -18,12 +18,13 @@ from shuffle.errors import ShuffleError, StaleMapper, StoreUnavailable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token, new_guid
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
-from shuffle.mapper.serve import MapperServer, SharedCore
+from shuffle.mapper.serve import MapperServer
+from shuffle.mapper.serve import SharedCore as SharedMapperCore
 from shuffle.messages import GetRows
 from shuffle.metrics import ReducerMetrics
-from shuffle.reducer.core import Limits, Part, ReducerCore, Work
+from shuffle.reducer.core import FetchedBatch, FetchLimits, ReduceBatch, ReducerCore
 from shuffle.reducer.fetch import Choice, Fetcher, RowLocator, get_rows
-from shuffle.reducer.shared_core import Pipeline
+from shuffle.reducer.shared_core import SharedCore
 from shuffle.statestore import StateClient
 from shuffle.support import flight
 from shuffle.support.retry import Backoff
@@ -33,7 +34,7 @@ WAIT_S = 10.0
 wait_until = partial(waiting.wait_until, wait_s=WAIT_S)
 
 SCHEMA = pa.schema([("v", pa.int64())])
-LIMITS = Limits(
+LIMITS = FetchLimits(
     fetch_rows_max=1000,
     fetch_bytes_max=1 << 20,
     fetch_wait_ms=100,
@@ -51,7 +52,7 @@ class ServedMapper:
         self.core = MapperCore(self.guid, MapperIndex(index), 2, 1 << 30, processor="p")
         self.committed: dict[ReducerIndex, ShuffleIndex] = {}
         """What the reducers' rows in the store would say."""
-        self.shared = SharedCore(self.core, 2, read_committed=lambda: self.committed)
+        self.shared = SharedMapperCore(self.core, 2, read_committed=lambda: self.committed)
         self.server = MapperServer(self.shared)
         self.address = self.server.address
 
@@ -152,13 +153,13 @@ class Fetching:
     def __init__(self, store: StateClient) -> None:
         self.store = store
         self.core = ReducerCore(1, LIMITS)
-        self.pipeline = Pipeline(self.core)
-        self.directory = MapperDirectory(store, "p", self.pipeline.fail, wait_ms=100)
+        self.shared = SharedCore(self.core)
+        self.directory = MapperDirectory(store, "p", self.shared.fail, wait_ms=100)
         self.rows_gone = 0
         self.fetcher = Fetcher(
             MapperIndex(0),
             ReducerIndex(0),
-            self.pipeline,
+            self.shared,
             self.directory,
             Backoff(5, 50),
             ReducerMetrics("p", 0),
@@ -172,24 +173,24 @@ class Fetching:
 
     def register(self, guid: Guid, address: str) -> Membership:
         attributes = {"index": "0", "address": address}
-        member = Membership(self.store, mappers_group("p"), guid, attributes, 5000, self.pipeline.fail)
+        member = Membership(self.store, mappers_group("p"), guid, attributes, 5000, self.shared.fail)
         member.start()
         self.members.append(member)
         return member
 
-    def work(self) -> Work:
-        found = self.pipeline.next_work()
+    def work(self) -> ReduceBatch:
+        found = self.shared.next_batch()
         assert found is not None
         return found
 
     def close(self) -> None:
-        self.pipeline.stop()
+        self.shared.stop()
         self.directory.close()
         self.fetcher.join(5)
         assert not self.fetcher.is_alive()
         for member in self.members:
             member.close()
-        assert self.pipeline.failure is None
+        assert self.shared.failure is None
 
 
 @pytest.fixture
@@ -207,7 +208,7 @@ def test_fetcher_waits_for_a_missing_mapper_and_takes_it_up_when_it_comes(
     work = fetching.work()
     assert work.rowset()["v"].to_pylist() == [0, 2]
     mapper.produce(3)
-    assert fetching.pipeline.committed(work)
+    assert fetching.shared.committed(work)
     assert fetching.work().rowset()["v"].to_pylist() == [4]
     wait_until(lambda: mapper.core.buckets[0].committed == 2)
 
@@ -230,7 +231,7 @@ def test_fetcher_goes_on_with_the_replacement_exactly_at_its_cursor(fetching: Fe
     member = fetching.register(first.guid, first.address)
     work = fetching.work()
     assert work.rowset()["v"].to_pylist() == [0, 2]
-    fetching.pipeline.committed(work)
+    fetching.shared.committed(work)
     first.close()
     member.close()
     second.committed[ReducerIndex(0)] = ShuffleIndex(2)
@@ -246,7 +247,7 @@ def test_fetcher_reports_rows_that_another_instance_has_committed(fetching: Fetc
     mapper.shared.get_rows(twin)
     fetching.register(mapper.guid, mapper.address)
     wait_until(lambda: fetching.rows_gone > 0)
-    fetching.pipeline.restart(ReducerState((ShuffleIndex(2),)))
+    fetching.shared.restart(ReducerState((ShuffleIndex(2),)))
     mapper.produce(1)
     assert fetching.work().rowset()["v"].to_pylist() == [4]
 
@@ -255,27 +256,27 @@ def test_locator_finds_the_index_of_a_single_row(fetching: Fetching, mapper: Ser
     mapper.produce(9)
     fetching.register(mapper.guid, mapper.address)
     part = fetching.work().parts[0]
-    locate = RowLocator(ReducerIndex(0), fetching.pipeline, fetching.directory)
+    locate = RowLocator(ReducerIndex(0), fetching.shared, fetching.directory)
     assert [locate(part, place) for place in range(4)] == [0, 2, 4, 6]
-    elsewhere = Part(MapperIndex(5), part.from_row_index, part.last_row_index, part.batch, 1)
+    elsewhere = FetchedBatch(MapperIndex(5), part.from_row_index, part.last_row_index, part.batch, 1)
     assert locate(elsewhere, 0) is None
 
 
-# ---- the pipeline ---------------------------------------------------------------------------------------------------
+# ---- the shared core ------------------------------------------------------------------------------------------------
 
 
 def test_reconcile_believes_its_own_commits_and_restarts_for_those_of_others() -> None:
     core = ReducerCore(1, LIMITS)
-    pipeline = Pipeline(core)
+    shared = SharedCore(core)
     other = ReducerState((ShuffleIndex(5),))
-    assert pipeline.reconcile(lambda: core.committed_state) is None
-    assert pipeline.reconcile(lambda: other) == other
+    assert shared.reconcile(lambda: core.committed_state) is None
+    assert shared.reconcile(lambda: other) == other
     assert core.committed_state == other
 
 
 def test_reconcile_does_not_go_back_to_a_state_read_before_its_own_commit() -> None:
     core = ReducerCore(1, LIMITS)
-    pipeline = Pipeline(core)
+    shared = SharedCore(core)
     plan = core.fetch_plan(MapperIndex(0))
     assert plan is not None
     core.fetched(plan, [(pa.record_batch({"v": [1]}), ShuffleIndex(0))])
@@ -284,18 +285,18 @@ def test_reconcile_does_not_go_back_to_a_state_read_before_its_own_commit() -> N
 
     def read_while_the_commit_goes_through() -> ReducerState:
         before = core.committed_state
-        pipeline.committed(work)
+        shared.committed(work)
         return before
 
-    assert pipeline.reconcile(read_while_the_commit_goes_through) is None
+    assert shared.reconcile(read_while_the_commit_goes_through) is None
     assert core.committed_state == work.new
 
 
-def test_stopped_pipeline_hands_out_nothing() -> None:
-    pipeline = Pipeline(ReducerCore(1, LIMITS))
-    pipeline.fail(ShuffleError("first"))
-    pipeline.fail(ShuffleError("second"))
-    assert pipeline.next_plan(MapperIndex(0)) is None
-    assert pipeline.next_work() is None
-    assert str(pipeline.failure) == "first"
-    assert not pipeline.sleep(10)
+def test_stopped_core_hands_out_nothing() -> None:
+    shared = SharedCore(ReducerCore(1, LIMITS))
+    shared.fail(ShuffleError("first"))
+    shared.fail(ShuffleError("second"))
+    assert shared.next_plan(MapperIndex(0)) is None
+    assert shared.next_batch() is None
+    assert str(shared.failure) == "first"
+    assert not shared.sleep(10)

@@ -22,9 +22,9 @@ from shuffle.api import WorkerSpec
 from shuffle.errors import BadInput, NullKey, SchemaMismatch, SpecError
 from shuffle.ids import Guid
 from shuffle.jobs.aggregates import Aggregate
-from shuffle.jobs.library import check_config
 from shuffle.partition import hash_partition
 from shuffle.statestore import StateClient
+from shuffle.support.config_schema import check_config
 
 SPEC = WorkerSpec("activity", 0, Guid("g"), 2, 3)
 LOGS = pa.schema([("user", pa.string()), ("cluster", pa.string()), ("bytes", pa.int64())])

@@ -15,7 +15,6 @@ from shuffle.user_code.poison import (
     REASON_CHARS_MAX,
     dead_letters,
     decode_row,
-    find_poison,
     is_transient,
     locate_poison,
     reason_of,
@@ -43,43 +42,44 @@ def numbers(count: int) -> pa.Table:
 
 @settings(deadline=None)
 @given(st.integers(0, 300), st.sets(st.integers(0, 299), max_size=20))
-def test_find_poison_returns_every_bad_row_in_order_with_its_reason(count: int, bad: set[int]) -> None:
-    attempt = Attempt(bad)
-    good, rejected, reasons = find_poison(numbers(count), attempt)
+def test_locate_poison_finds_every_bad_row_in_order_with_its_reason(count: int, bad: set[int]) -> None:
+    attempt, rows = Attempt(bad), numbers(count)
+    found = locate_poison(rows, attempt)
     expected = sorted(value for value in bad if value < count)
+    assert [poison.row for poison in found] == expected
+    assert [poison.reason for poison in found] == [f"ValueError: cannot take {value}" for value in expected]
+    good, rejected = split_rows(rows, [poison.row for poison in found])
     assert rejected["n"].to_pylist() == expected
     assert good["n"].to_pylist() == [value for value in range(count) if value not in bad]
-    assert reasons == [f"ValueError: cannot take {value}" for value in expected]
     assert attempt.calls <= 1 + 2 * len(expected) * (math.ceil(math.log2(max(count, 2))))
 
 
-def test_find_poison_with_chunked_rows() -> None:
+def test_locate_poison_with_chunked_rows() -> None:
     rows = pa.concat_tables([numbers(3), numbers(5), numbers(2)])
-    _, bad, reasons = find_poison(rows, Attempt({1}))
-    assert bad["n"].to_pylist() == [1, 1, 1]
-    assert len(reasons) == 3
+    found = locate_poison(rows, Attempt({1}))
+    assert [poison.row for poison in found] == [1, 4, 9]
+    assert split_rows(rows, [poison.row for poison in found])[1]["n"].to_pylist() == [1, 1, 1]
 
 
-def test_find_poison_when_every_row_is_bad() -> None:
-    good, bad, reasons = find_poison(numbers(50), Attempt(set(range(50))))
-    assert (good.num_rows, bad.num_rows, len(reasons)) == (0, 50, 50)
+def test_locate_poison_when_every_row_is_bad() -> None:
+    assert [poison.row for poison in locate_poison(numbers(50), Attempt(set(range(50))))] == list(range(50))
 
 
-def test_find_poison_gives_up_when_there_are_too_many() -> None:
+def test_locate_poison_gives_up_when_there_are_too_many() -> None:
     with pytest.raises(UserCodeError, match="not like a few bad rows"):
-        find_poison(numbers(1000), Attempt(set(range(1000))), attempts_max=100)
+        locate_poison(numbers(1000), Attempt(set(range(1000))), attempts_max=100)
 
 
-def test_find_poison_does_not_blame_a_row_when_only_the_whole_fails() -> None:
+def test_locate_poison_does_not_blame_a_row_when_only_the_whole_fails() -> None:
     def attempt(rows: pa.Table) -> None:
         if rows.num_rows > 5:
             raise OverflowError("too much at once")
 
     with pytest.raises(UserCodeError, match="no row of it fails alone: OverflowError: too much at once"):
-        find_poison(numbers(20), attempt)
+        locate_poison(numbers(20), attempt)
 
 
-def test_find_poison_does_not_blame_a_row_when_the_store_is_away() -> None:
+def test_locate_poison_does_not_blame_a_row_when_the_store_is_away() -> None:
     def attempt(rows: pa.Table) -> None:
         try:
             raise StoreUnavailable("nobody at the door")
@@ -87,12 +87,11 @@ def test_find_poison_does_not_blame_a_row_when_the_store_is_away() -> None:
             raise RuntimeError("lookup failed") from error
 
     with pytest.raises(RuntimeError, match="lookup failed"):
-        find_poison(numbers(4), attempt)
+        locate_poison(numbers(4), attempt)
 
 
-def test_find_poison_when_the_failure_went_away() -> None:
-    good, bad, reasons = find_poison(numbers(4), Attempt(set()))
-    assert (good.num_rows, bad.num_rows, reasons) == (4, 0, [])
+def test_locate_poison_when_the_failure_went_away() -> None:
+    assert locate_poison(numbers(4), Attempt(set())) == []
 
 
 def test_is_transient_follows_causes_and_contexts_but_not_suppressed_ones() -> None:

@@ -8,12 +8,12 @@ import pytest
 from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import CorruptData, ShuffleError, SpecError
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
-from shuffle.reducer.core import SETTLING_WAIT_MS, FetchPlan, Limits, ReducerCore, Settled, Work
+from shuffle.reducer.core import SETTLING_WAIT_MS, FetchLimits, FetchPlan, ReduceBatch, ReducerCore, Settled
 
 M0, M1 = MapperIndex(0), MapperIndex(1)
 
 
-def limits(**changes: int) -> Limits:
+def limits(**changes: int) -> FetchLimits:
     values = {
         "fetch_rows_max": 100,
         "fetch_bytes_max": 10_000,
@@ -21,9 +21,8 @@ def limits(**changes: int) -> Limits:
         "batch_rows_max": 10,
         "batch_bytes_max": 100_000,
         "queued_bytes_max": 100_000,
-        "pipeline_depth": 1,
     }
-    return Limits(**(values | changes))
+    return FetchLimits(**(values | changes))
 
 
 def state(*indices: int) -> ReducerState:
@@ -44,13 +43,13 @@ def fetch(core: ReducerCore, mapper: MapperIndex, *batches: tuple[list[int], int
     return core.fetched(plan(core, mapper), [(batch(*values), ShuffleIndex(last)) for values, last in batches])
 
 
-def take(core: ReducerCore) -> Work:
+def take(core: ReducerCore) -> ReduceBatch:
     work = core.take()
     assert work is not None
     return work
 
 
-def values(work: Work) -> list[int]:
+def values(work: ReduceBatch) -> list[int]:
     return list(work.rowset()["v"].to_pylist())
 
 
@@ -174,7 +173,7 @@ def test_a_single_batch_over_the_limit_passes_alone() -> None:
     assert values(take(core)) == [4]
 
 
-def test_rows_of_another_schema_wait_for_the_next_work() -> None:
+def test_rows_of_another_schema_wait_for_the_next_batch() -> None:
     core = ReducerCore(2, limits())
     fetch(core, M0, ([1], 0))
     core.fetched(plan(core, M1), [(pa.record_batch({"w": ["x"]}), ShuffleIndex(0))])
@@ -184,16 +183,17 @@ def test_rows_of_another_schema_wait_for_the_next_work() -> None:
     assert {first.rowset().schema.names[0], second.rowset().schema.names[0]} == {"v", "w"}
 
 
-def test_depth_bounds_the_works_in_flight_and_chains_what_they_expect() -> None:
-    core = ReducerCore(1, limits(batch_rows_max=1, pipeline_depth=2))
-    fetch(core, M0, ([1], 0), ([2], 1), ([3], 2))
-    first, second = take(core), take(core)
+def test_one_batch_is_in_flight_at_a_time_and_the_next_expects_what_it_writes() -> None:
+    core = ReducerCore(1, limits(batch_rows_max=1))
+    fetch(core, M0, ([1], 0), ([2], 1))
+    first = take(core)
+    assert core.in_flight is first
     assert core.take() is None
-    assert second.expected == first.new == state(0)
-    with pytest.raises(ShuffleError, match="not the oldest"):
-        core.committed(second)
     core.committed(first)
-    assert take(core).expected == second.new
+    assert core.in_flight is None
+    with pytest.raises(ShuffleError, match=r"batch 1 \(attempt 1\) is not in flight"):
+        core.committed(first)
+    assert take(core).expected == first.new == state(0)
 
 
 def test_origin_and_ranges_name_the_part_of_a_row() -> None:
@@ -218,20 +218,31 @@ def test_settle_when_the_commit_had_happened() -> None:
     fetch(core, M0, ([1], 3))
     assert core.settle(take(core), state(3)) is Settled.COMMITTED
     assert core.committed_state == state(3)
-    assert core.in_flight == ()
+    assert core.in_flight is None
 
 
-def test_settle_when_it_had_not_runs_the_same_rows_again_and_all_after_them() -> None:
-    core = ReducerCore(1, limits(batch_rows_max=1, pipeline_depth=2))
+def test_settle_when_it_had_not_runs_the_same_rows_again_before_any_others() -> None:
+    core = ReducerCore(1, limits(batch_rows_max=1))
     fetch(core, M0, ([1], 0), ([2], 1))
-    first, second = take(core), take(core)
+    first = take(core)
     assert core.settle(first, state(-1)) is Settled.RERUN
     assert not core.is_current(first)
-    assert not core.is_current(second)
-    again = [take(core), take(core)]
-    assert [values(work) for work in again] == [[1], [2]]
-    assert [work.attempt for work in again] == [2, 2]
-    assert core.is_current(again[0])
+    again = take(core)
+    assert (values(again), again.attempt, again.expected) == ([1], 2, first.expected)
+    assert core.is_current(again)
+    assert core.take() is None
+    core.committed(again)
+    assert values(take(core)) == [2]
+
+
+def test_batch_to_be_reduced_again_is_not_current_before_it_is_taken() -> None:
+    core = ReducerCore(1, limits())
+    fetch(core, M0, ([1], 0))
+    core.rerun(take(core))
+    waiting = core.in_flight
+    assert waiting is not None
+    assert not core.is_current(waiting)
+    assert take(core) is waiting
 
 
 def test_settle_when_another_instance_moved_the_row_starts_from_there() -> None:

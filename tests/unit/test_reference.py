@@ -65,7 +65,7 @@ def test_page_that_was_edited_in_a_table_is_stale() -> None:
 
 def test_another_range_is_another_page(monkeypatch: pytest.MonkeyPatch) -> None:
     before = spec.regions()
-    monkeypatch.setitem(config.RANGES, "pipeline_depth", (1, 65))
+    monkeypatch.setitem(config.RANGES, "fetch_rows_max", (1, 65))
     assert {name for name, made in spec.regions().items() if made != before[name]} == {"spec reducer"}
 
 

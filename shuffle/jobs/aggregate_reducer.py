@@ -1,15 +1,9 @@
-"""Base classes for the usual jobs, so that such a job is a few declarative lines:
+"""A reducer that is declared in a few lines:
 
-    class ParseLogs(HashMapper):
-        key = ["user", "cluster"]
-        not_null = ["user"]
-
-    class CountByUser(AggregateReducer):
-        table = "activity"
-        key = ["user", "cluster"]
-        aggregates = {"count": Count(), "last_access": Max("timestamp")}
-
-A class may also declare the configuration it takes: ``config_schema = {"cluster": str, "limit": (int, 100)}``.
+class CountByUser(AggregateReducer):
+    table = "activity"
+    key = ["user", "cluster"]
+    aggregates = {"count": Count(), "last_access": Max("timestamp")}
 """
 
 from __future__ import annotations
@@ -21,17 +15,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shuffle.api import Mapper, PartitionedRowset, Reducer, WorkerSpec
+from shuffle.api import Reducer, WorkerSpec
 from shuffle.errors import NullKey, SchemaMismatch, SpecError
 from shuffle.jobs.aggregates import Aggregate, state_type
+from shuffle.jobs.columns import check_column, check_names
 from shuffle.limits import MIB
-from shuffle.partition import hash_partition
-from shuffle.support.suggest import did_you_mean
+from shuffle.support.config_schema import check_config
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient, Transaction
-
-_REQUIRED = object()
 
 STATE_BYTES_MAX = 64 * MIB
 """State that a reducer keeps in memory between batches; beyond it, it is looked up again."""
@@ -39,83 +31,6 @@ STATE_BYTES_MAX = 64 * MIB
 STATE_ROWS_PER_KEY_MAX = 8
 """State is kept only while a batch touches at least one in so many of its rows. Below that, going through all of them
 costs more than asking the store for a few."""
-
-
-def check_config(cls: type, config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The user's configuration with defaults filled in, checked against ``cls.config_schema`` if the class has one.
-
-    ``config_schema`` maps each name to its type, or to ``(type, default)``. Raises ``SpecError`` with every mistake.
-    """
-    given = dict(config or {})
-    schema: Mapping[str, Any] | None = getattr(cls, "config_schema", None)
-    if schema is None:
-        return given
-    problems = []
-    for name in given.keys() - schema.keys():
-        hint = did_you_mean(str(name), schema, f"; there are: {', '.join(sorted(schema)) or 'none'}")
-        problems.append(f"unknown key {name!r}{hint}")
-    checked = {}
-    for name, declared in schema.items():
-        kind, default = declared if isinstance(declared, tuple) else (declared, _REQUIRED)
-        if name not in given:
-            if default is _REQUIRED:
-                problems.append(f"{name!r} is missing: it must be {_called(kind)}")
-            checked[name] = default
-        elif _fits(given[name], kind) or (default is None and given[name] is None):
-            checked[name] = float(given[name]) if kind is float else given[name]
-        else:
-            problems.append(f"{name!r} must be {_called(kind)}, not {given[name]!r}")
-    if problems:
-        raise SpecError(f"config of {cls.__name__}: " + "; ".join(sorted(problems)), problems=sorted(problems))
-    return checked
-
-
-def _fits(value: Any, kind: type) -> bool:
-    if isinstance(value, bool):
-        # To Python a bool is an int; to the writer of a spec ``limit: true`` is a mistake.
-        return kind in (bool, object)
-    return isinstance(value, (int, float) if kind is float else kind)
-
-
-def _called(kind: type) -> str:
-    names = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
-    return names.get(kind, f"a {kind.__name__}" if kind is not dict else "a mapping")
-
-
-class HashMapper(Mapper):
-    """Filters and projects rows, and sends each to the reducer that its key columns hash to."""
-
-    key: ClassVar[Sequence[str]]
-    """The columns that decide where a row goes."""
-    columns: ClassVar[Sequence[str] | None] = None
-    """The columns that reducers get; all of them by default."""
-    not_null: ClassVar[Sequence[str]] = ()
-    """Rows with a null in one of these columns are left out."""
-
-    def __init__(self, config: Mapping[str, Any], spec: WorkerSpec, state: StateClient, schema: pa.Schema) -> None:
-        super().__init__(check_config(type(self), config), spec, state, schema)
-        _check_names(type(self), "key", required=True)
-        for attribute in ("key", "columns", "not_null"):
-            for column in getattr(self, attribute, None) or ():
-                _check_column(column, schema.names, f"{type(self).__name__}.{attribute}", SpecError)
-
-    def where(self, rows: pa.Table) -> pa.Array | pa.ChunkedArray | None:
-        """Override to keep only some rows: a boolean for each, where false and null leave the row out."""
-        return None
-
-    def map(self, rows: pa.Table) -> PartitionedRowset:
-        mask = self.where(rows)
-        for column in self.not_null:
-            if rows[column].null_count:
-                valid = rows[column].is_valid()
-                mask = valid if mask is None else pc.and_kleene(mask, valid)
-        columns = rows.column_names if self.columns is None else list(self.columns)
-        # The key decides where a row goes even if the reducers do not get to see it.
-        kept = rows.select([*columns, *(column for column in self.key if column not in columns)])
-        if mask is not None:
-            kept = kept.filter(mask)
-        partitioned = hash_partition(kept, self.key, self.spec.reducer_count, self.spec.max_parallelism)
-        return PartitionedRowset(kept.select(columns), partitioned.partition_indexes)
 
 
 class AggregateReducer(Reducer):
@@ -203,7 +118,7 @@ class AggregateReducer(Reducer):
 
     def _check_declaration(self) -> None:
         cls = type(self)
-        _check_names(cls, "key", required=True)
+        check_names(cls, "key", required=True)
         table, aggregates = getattr(cls, "table", None), getattr(cls, "aggregates", None)
         if not isinstance(table, str) or not table:
             raise SpecError(f'{cls.__name__} needs the name of its table: table = "…"')
@@ -218,10 +133,10 @@ class AggregateReducer(Reducer):
         """Finds out the table's columns from those of the rows, and creates it if it is missing."""
         where = f"{type(self).__name__}.%s"
         for column in self.key:
-            _check_column(column, schema.names, where % "key", SchemaMismatch)
+            check_column(column, schema.names, where % "key", SchemaMismatch)
         for name, aggregate in self.aggregates.items():
             for column in aggregate.needs():
-                _check_column(column, schema.names, where % f"aggregates[{name!r}]", SchemaMismatch)
+                check_column(column, schema.names, where % f"aggregates[{name!r}]", SchemaMismatch)
         key_schema = pa.schema(
             [pa.field(name, state_type(schema.field(name).type), nullable=False) for name in self.key]
         )
@@ -316,18 +231,3 @@ def _array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     if isinstance(column, pa.Array):
         return column
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-
-
-def _check_names(cls: type, attribute: str, *, required: bool) -> None:
-    names = getattr(cls, attribute, None)
-    if isinstance(names, str):
-        raise SpecError(f"{cls.__name__}.{attribute} must be a list of columns: [{names!r}]")
-    if required and not names:
-        raise SpecError(f'{cls.__name__} needs its key columns: {attribute} = ["…"]')
-
-
-def _check_column(column: str, names: Sequence[str], where: str, error: type[SpecError] | type[SchemaMismatch]) -> None:
-    if column in names:
-        return
-    hint = did_you_mean(column, names, f"; there are: {', '.join(names)}")
-    raise error(f"{where}: the rows have no column {column!r}{hint}", column=column)

@@ -1,0 +1,87 @@
+"""The rows of a mapped batch, divided into one record batch for each reducer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shuffle.errors import BadInput, TooLarge
+from shuffle.partition.key_group import KEY_GROUPS_MAX, Indexes, check_reducers
+
+_DIRECT_BUCKETS_MAX = 3
+"""Up to here a gather per bucket is cheapest; with more, its random reads cost more than one gather and a copy."""
+
+
+def check_partition_indexes(partition_indexes: Indexes, reducers: int, who: str = "map") -> None:
+    """Raises ``BadInput``, which names the first such row, if ``who`` has sent a row to a reducer that is not there."""
+    if not len(partition_indexes) or 0 <= partition_indexes.min() <= partition_indexes.max() < reducers:
+        return
+    row = int(np.flatnonzero((partition_indexes < 0) | (partition_indexes >= reducers))[0])
+    index = int(partition_indexes[row])
+    raise BadInput(
+        f"{who} sent row {row} of its result to reducer {index}, but the reducers go from 0 to {reducers - 1}",
+        row=row,
+        index=index,
+    )
+
+
+def split_by_partition(
+    rows: pa.Table, partition_indexes: Indexes, reducers: int
+) -> list[tuple[pa.RecordBatch | None, Indexes]]:
+    """For each reducer, its rows as one record batch (``None``: none) and their positions in ``rows``, ascending.
+
+    The order of the rows is kept. No two batches share memory, so dropping one bucket's batch frees it, whoever still
+    holds the others.
+    """
+    narrow = _narrow_indexes(partition_indexes, rows, reducers)
+    batch = _one_batch(rows)
+    if reducers <= _DIRECT_BUCKETS_MAX:
+        return [_part(batch, np.flatnonzero(narrow == reducer).astype(np.uint32)) for reducer in range(reducers)]
+    # numpy sorts 8 and 16 bits by radix, about six times as fast as wider integers.
+    order = np.argsort(narrow, kind="stable").astype(np.uint32)
+    counts = np.bincount(narrow, minlength=reducers)
+    ends = np.cumsum(counts)
+    used = np.flatnonzero(counts)
+    parts: list[tuple[pa.RecordBatch | None, Indexes]] = [(None, order[:0]) for _ in range(reducers)]
+    if len(used) == 1:
+        parts[used[0]] = (batch, order)
+        return parts
+    gathered = _gather(batch, order)
+    for reducer in used:
+        begin, end = int(ends[reducer] - counts[reducer]), int(ends[reducer])
+        # A slice would keep all of ``gathered`` alive; concat_arrays copies just its part.
+        columns = [pa.concat_arrays([column.slice(begin, end - begin)]) for column in gathered.columns]
+        parts[reducer] = (pa.RecordBatch.from_arrays(columns, schema=batch.schema), order[begin:end].copy())
+    return parts
+
+
+def _part(batch: pa.RecordBatch, positions: Indexes) -> tuple[pa.RecordBatch | None, Indexes]:
+    if not len(positions):
+        return None, positions
+    return (batch if len(positions) == batch.num_rows else _gather(batch, positions)), positions
+
+
+def _gather(batch: pa.RecordBatch, positions: Indexes) -> pa.RecordBatch:
+    # The positions were made here, each of a row, so they need not be looked at again.
+    return pc.take(batch, pa.array(positions), boundscheck=False)
+
+
+def _narrow_indexes(partition_indexes: Indexes, rows: pa.Table, reducers: int) -> Indexes:
+    """The indexes, checked, in as few bits as they fit."""
+    check_reducers(reducers, KEY_GROUPS_MAX)
+    if len(partition_indexes) != rows.num_rows:
+        raise BadInput(f"{rows.num_rows} rows but {len(partition_indexes)} partition indexes")
+    check_partition_indexes(partition_indexes, reducers)
+    return partition_indexes.astype(np.uint8 if reducers <= 256 else np.uint16, copy=False)
+
+
+def _one_batch(rows: pa.Table) -> pa.RecordBatch:
+    if not rows.num_columns:
+        raise BadInput("map returned rows without columns")
+    batches = rows.combine_chunks().to_batches()
+    if len(batches) > 1:
+        raise TooLarge(
+            "a mapped batch has a column of more than 2 GiB: read fewer rows at a time, or split them in map"
+        )
+    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=rows.schema)

@@ -1,0 +1,36 @@
+"""Creating the user's mapper or reducer: the one place that calls a constructor of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from shuffle.api import WorkerSpec
+from shuffle.errors import SpecError, UserCodeError
+from shuffle.support.config_schema import check_config
+from shuffle.user_code.poison import is_transient, place_of, reason_of
+
+
+def create(
+    cls: type[Any], role: Literal["mapper", "reducer"], config: Mapping[str, Any] | None, worker: WorkerSpec, *args: Any
+) -> Any:
+    """An object of the user's class ``cls``, with the defaults of ``config`` filled in that the class declares.
+
+    ``args`` are what its constructor takes after ``config`` and ``worker``. What it raises is the user's error and
+    becomes a ``UserCodeError`` that names the worker, the class and the line, with two exceptions: a ``SpecError`` says
+    already what is to be corrected, and an error that will pass by itself is nobody's fault.
+    """
+    checked = check_config(cls, config)
+    try:
+        return cls(checked, worker, *args)
+    except Exception as error:
+        if isinstance(error, SpecError) or is_transient(error):
+            raise
+        raise UserCodeError(
+            f"processor {worker.processor}, {role} {worker.index}: {cls.__module__}:{cls.__qualname__} could not be "
+            f"created: {reason_of(error)}{place_of(error, __file__)}",
+            processor=worker.processor,
+            role=role,
+            worker=worker.index,
+            reason=reason_of(error),
+        ) from error

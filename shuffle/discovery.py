@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from shuffle.errors import Expired, ShuffleError
 from shuffle.ids import Guid, MapperIndex
+from shuffle.ids import mappers_group as mappers_group
+from shuffle.ids import reducers_group as reducers_group
 from shuffle.support.logs import get_logger
 from shuffle.support.vital_threads import OnDeath, start_vital
 
@@ -28,14 +30,6 @@ WATCH_WAIT_MS = 1_000
 """One long poll of the watcher; also how long ``close`` may have to wait for it."""
 
 _log = get_logger(__name__)
-
-
-def mappers_group(processor: str) -> str:
-    return f"{processor}/mappers"
-
-
-def reducers_group(processor: str) -> str:
-    return f"{processor}/reducers"
 
 
 @dataclass(frozen=True, slots=True)

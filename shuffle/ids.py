@@ -22,3 +22,13 @@ NOTHING_COMMITTED = ShuffleIndex(-1)
 
 def new_guid() -> Guid:
     return Guid(uuid.uuid4().hex)
+
+
+def mappers_group(processor: str) -> str:
+    """The lease group in which the mappers of a processor are registered while they live."""
+    return f"{processor}/mappers"
+
+
+def reducers_group(processor: str) -> str:
+    """The lease group in which the reducers of a processor are registered while they live."""
+    return f"{processor}/reducers"

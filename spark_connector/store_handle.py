@@ -17,7 +17,7 @@ from typing import TypeVar
 from shuffle.errors import CommitConflict, CommitUnknown, StoreUnavailable
 from shuffle.spark_connector.waiting import Waiting
 from shuffle.statestore import StateClient
-from shuffle.statestore.local.store_folder import served_at
+from shuffle.statestore.wire.announcement import served_at
 
 RETRY_S_MIN = 0.05
 RETRY_S_MAX = 1.0

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shuffle.discovery import mappers_group
 from shuffle.errors import BadInput, ShuffleError, StoreUnavailable, UnknownTable
+from shuffle.ids import mappers_group
 from shuffle.statestore.admin.text import QueueRows, TextRows, json_rows, parse_bound, printable
 from shuffle.statestore.client.queue_consumers import queue_consumers, release_consumer
 from shuffle.statestore.codec.column_types import is_text_or_bytes
@@ -28,7 +28,8 @@ from shuffle.support.slow_wait import told
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from shuffle.statestore import QueueSchema, StateClient, TableSchema
+    from shuffle.statestore.client.client import StateClient
+    from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 
 EXIT_BROKEN_PIPE = 141
 """What a shell reports for a program that was ended by the end of its pipe."""
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 def open_store(store: str) -> StateClient:
     """A client for the address or folder; a folder without a store is refused, where ``open`` would make one."""
-    from shuffle.statestore import StateClient
+    from shuffle.statestore.client.client import StateClient
 
     if "://" in store:
         with told(f"the state store at {store} to answer"):

@@ -19,13 +19,12 @@ from shuffle.errors import BadInput, ShuffleError, StoreLocked, TooLarge, Unknow
 from shuffle.limits import BATCH_BYTES_MAX, MIB
 from shuffle.statestore.client.transaction import Snapshot, Transaction, encoded_append, payloads
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
+from shuffle.statestore.codec.segment import decode_batch
 from shuffle.statestore.codec.sorted_table import Bound, Table
-from shuffle.statestore.engine.leases import Member
-from shuffle.statestore.engine.segment import decode_batch
-from shuffle.statestore.engine.staged import STAGED_TTL_MS_DEFAULT
-from shuffle.statestore.local.store_folder import folder_path, served_at
+from shuffle.statestore.local.store_folder import folder_path
 from shuffle.statestore.request import Append, CommitRequest, CreateQueue, CreateTable, Drop, Trim
-from shuffle.statestore.store import Moment, QueueRead, Store
+from shuffle.statestore.store import STAGED_TTL_MS_DEFAULT, Member, Moment, QueueRead, Store
+from shuffle.statestore.wire.announcement import served_at
 from shuffle.statestore.wire.operations import check_section
 from shuffle.support.fields import whole
 

@@ -19,7 +19,7 @@ from shuffle.limits import BATCH_ROWS_MAX, MIB, TRANSACTION_BYTES_MAX, TRANSACTI
 from shuffle.statestore.client.scan import Chunk, overlaid, scan_chunks, split_ranges
 from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of, in_order, listed, no_values
 from shuffle.statestore.codec.sorted_table import Bound, Table
-from shuffle.statestore.engine.conflicts import KeyRange
+from shuffle.statestore.key_range import KeyRange
 from shuffle.statestore.request import Append, CommitRequest, Committed, Expect, Publish, Reads, TableWrite, Trim
 from shuffle.statestore.store import Moment, Store
 from shuffle.statestore.wire.operations import check_section
@@ -64,7 +64,7 @@ class _Reads:
         string. At most ``limit`` rows come, and only ``columns`` of them if these are named.
         """
         found = self._client.table_handle(table)
-        wanted = found.range(begin, end, prefix, partial)
+        wanted = KeyRange(*found.range(begin, end, prefix, partial))
         if limit is not None and limit < 0:
             raise BadInput(f"limit must not be negative, not {limit}")
         schema = found.schema.row
@@ -145,7 +145,7 @@ class Snapshot(_Reads):
         """
         found = self._client.table_handle(table)
         fetch = partial(self._fetch, found)
-        wanted = ranges if ranges is not None else [found.range(None, None, None)]
+        wanted = ranges if ranges is not None else [KeyRange(*found.range(None, None, None))]
         return split_ranges(lambda reverse, begin, end: fetch(reverse, begin, end, 1)[0], wanted, parts)
 
     def scan_range(self, table: str, wanted: KeyRange) -> pa.RecordBatchReader:

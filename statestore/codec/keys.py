@@ -13,6 +13,7 @@ The bytes of UTF-8 sort as the code points do. All of it is done on whole column
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,8 @@ from shuffle.statestore.codec.arrow_bytes import (
 )
 from shuffle.statestore.codec.column_types import is_text_or_bytes
 from shuffle.statestore.codec.schema import conform_column, null_key
+
+_TABLE_ID = struct.Struct(">I")
 
 _ZERO, _ESCAPED = b"\x00", b"\x00\xff"
 _END = b"\x00\x01"
@@ -301,6 +304,11 @@ class KeyCodec:
         if array.null_count:
             raise null_key(array, field.name, self.table)
         return array
+
+
+def table_prefix(table_id: int) -> bytes:
+    """How all keys of a table begin in the one ordered map that holds the keys of all tables."""
+    return b"t" + _TABLE_ID.pack(table_id)
 
 
 def bytes_after(prefix: bytes) -> bytes | None:

@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 
 from shuffle.errors import CorruptData
-from shuffle.statestore.local.segment_files import map_range
+from shuffle.support.mapped_files import map_range
 
 PATIENCE_MS = 20
 """How long a thread waits for a client to take more, before somebody else's rows come first."""

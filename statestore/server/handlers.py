@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 from shuffle.errors import BadInput, CommitConflict, ShuffleError, StoreUnavailable, one_line, to_wire
 from shuffle.statestore.codec.arrow_bytes import listed, nulls_in
-from shuffle.statestore.engine.commit_group import Span
 from shuffle.statestore.local.local import LocalStore
 from shuffle.statestore.request import CommitRequest, Committed
 from shuffle.statestore.server.session_registry import Held
-from shuffle.statestore.store import Moment
+from shuffle.statestore.store import Moment, Span
 from shuffle.statestore.wire.messages import Header, Rows, as_buffers, decode_commit, rows_of, unpack_sections
 from shuffle.support.logs import get_logger
 

@@ -41,7 +41,7 @@ from shuffle.reducer.commit import Committer
 from shuffle.reducer.core import Limits, ReducerCore, Settled, Work
 from shuffle.reducer.fetch import Fetcher, RowLocator
 from shuffle.reducer.reduce import Reduced, ReduceStage, user_code_error
-from shuffle.reducer.row_cache import KnowingClient, KnownRows
+from shuffle.reducer.row_cache import KnownRows
 from shuffle.reducer.shared_core import Pipeline
 from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
 from shuffle.statestore import StateClient
@@ -207,8 +207,8 @@ class ReducerDaemon:
             spec.processor, self.index, self.guid, self._mapper_count, spec.reducer.count, spec.max_parallelism
         )
         try:
-            # What goes through here is remembered between commits (see ``known``).
-            reducer: Reducer = cls(config, worker, KnowingClient(self._client, self._known))
+            # What goes through here is remembered between commits (see ``row_cache``).
+            reducer: Reducer = cls(config, worker, self._client.with_row_cache(self._known))
         except Exception as error:
             if is_transient(error):
                 raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from shuffle.statestore.client.client import Lease, Leases, Queue, StateClient
+from shuffle.statestore.client.client import StateClient
+from shuffle.statestore.client.leases import Lease, Leases
+from shuffle.statestore.client.queue import Queue
 from shuffle.statestore.client.transaction import Snapshot, Transaction
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.request import Committed

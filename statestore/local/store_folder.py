@@ -34,13 +34,19 @@ _PARTS = {"LOCK", "FORMAT", "STORE", "rocks", "segments", "set_aside", announcem
 _log = get_logger("shuffle.statestore.local.store_folder")
 
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/|(file):")
+
+
+def scheme_of(text: str) -> str | None:
+    """The scheme of an address; None for the path of a folder."""
+    match = _SCHEME.match(text)
+    return (match[1] or match[2]) if match is not None else None
 
 
 def folder_path(folder: str | os.PathLike[str]) -> Path:
     """``folder`` as an absolute path; ``BadInput`` for an address, of which a folder ``http:`` would be made else."""
     text = os.fspath(folder)
-    if _SCHEME.match(text):
+    if scheme_of(text) is not None:
         raise BadInput(
             f"{text!r} is an address, and a folder is needed here; a store that is served is reached with "
             "StateClient.connect('grpc://host:port')",

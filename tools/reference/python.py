@@ -23,7 +23,7 @@ LEFT_OUT = {
     "StateClient.serving": "what open does, without its way out",
     "StateClient.store": "the layer below",
     "StateClient.table_handle": "the layer below",
-    "StateClient.forget_names": "for Transaction",
+    "StateClient.with_row_cache": "for the reducer",
     "StateClient.serves": "for open and the workers",
     "Queue.encoded": "for Transaction",
     "Transaction.appends_to": "for the Spark connector",

@@ -30,7 +30,6 @@ LEFT_OUT = {
     "Snapshot.split": "for the Spark connector",
     "Snapshot.scan_range": "for the Spark connector",
     "TableSchema.validate": "create_table does it",
-    "TableSchema.conform_rows": "for the client",
     "TableSchema.conform_keys": "for the client",
     "TableSchema.row_columns": "for the client",
     "TableSchema.to_json": "the store's own form",

@@ -64,11 +64,8 @@ def test_what_stands_under_a_null_does_not_show() -> None:
     )
     schema = pa.schema([("n", pa.int64()), ("s", pa.string())])
     batch = pa.RecordBatch.from_arrays([dirty, text], schema=schema)
-    RowCodec("t", schema).encode_columns(batch.columns, 2)
-    assert (
-        FewValues(schema).encode(batch.columns, 2)
-        == RowCodec("t", schema).encode_columns(batch.columns, batch.num_rows).to_pylist()
-    )
+    whole = RowCodec("t", schema).encode_columns(batch.columns, 2)
+    assert FewValues(schema).encode(batch.columns, 2) == whole.to_pylist()
 
 
 def test_rows_are_encoded_alike_whatever_their_number() -> None:

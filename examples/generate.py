@@ -22,7 +22,7 @@ from statestore import StateClient
 
 def open_state(where: str) -> StateClient:
     """A client for ``grpc://host:port`` or for a folder."""
-    return StateClient.connect(where) if "://" in where else StateClient.open(where)
+    return StateClient.open(where)
 
 
 def fill(

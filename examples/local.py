@@ -20,7 +20,7 @@ import yaml
 from shuffle.errors import ShuffleError, StoreUnavailable
 from shuffle.examples.processes import command_line, process_tree
 from shuffle.run import launch
-from shuffle.statestore.local.store_folder import served_at
+from shuffle.statestore.wire.announcement import served_at
 from statestore import StateClient
 
 PROJECT = Path(__file__).resolve().parent.parent

@@ -31,7 +31,7 @@ from shuffle.reducer.core import FetchLimits, ReducerCore
 from shuffle.reducer.cycle import ReduceCycle, Surroundings
 from shuffle.reducer.fetch import Fetcher, RowLocator
 from shuffle.reducer.reduce import ReduceStage
-from shuffle.reducer.row_cache import KnowingClient, KnownRows
+from shuffle.reducer.row_cache import KnownRows
 from shuffle.reducer.shared_core import SharedCore
 from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
 from shuffle.statestore import StateClient
@@ -175,8 +175,8 @@ class ReducerDaemon:
         worker = WorkerSpec(
             spec.processor, self.index, self.guid, self._mapper_count, spec.reducer.count, spec.max_parallelism
         )
-        # What goes through this client is remembered between commits (see ``row_cache``).
-        state = KnowingClient(self._client, self._known)
+        # What goes through here is remembered between commits (see ``row_cache``).
+        state = self._client.with_row_cache(self._known)
         reducer: Reducer = create(load_class(spec, "reducer"), "reducer", spec.reducer.config, worker, state)
         return ReduceStage(
             reducer,

@@ -13,11 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from shuffle.limits import MIB
-from shuffle.statestore import StateClient, Transaction
-from shuffle.statestore.codec.arrow_bytes import Binary, arrayed, listed
-from shuffle.statestore.codec.sorted_table import Table
-from shuffle.statestore.request import Committed, Expect
-from shuffle.statestore.store import Store
 
 KEYS_MAX = 512
 """Keys of a lookup that is answered from memory, and of a write that is remembered."""
@@ -30,7 +25,12 @@ ROW_BYTES = 200
 
 
 class KnownRows:
-    """Encoded keys and values of any tables; a value of None says that there is no such row."""
+    """Encoded keys and values of any tables; a value of None says that there is no such row.
+
+    It is a ``RowCache``: ``StateClient.with_row_cache`` makes transactions use it.
+    """
+
+    keys_max = KEYS_MAX
 
     def __init__(self, bytes_max: int = KNOWN_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -65,63 +65,3 @@ class KnownRows:
 
 def _size_of(key: bytes, value: bytes | None) -> int:
     return len(key) + len(value or b"") + ROW_BYTES
-
-
-class KnowingClient(StateClient):
-    """A client whose transactions use what is known. It shares the store of ``client``, which is the one to close."""
-
-    def __init__(self, client: StateClient, known: KnownRows) -> None:
-        super().__init__(client.store)
-        self._known = known
-
-    def transaction(self) -> Transaction:
-        return KnowingTransaction(self, self.store, self._known)
-
-
-class KnowingTransaction(Transaction):
-    def __init__(self, client: StateClient, store: Store, known: KnownRows) -> None:
-        super().__init__(client, store)
-        self._known = known
-        self._seen: dict[bytes, bytes | None] = {}
-        """What this transaction was told of the store, from there or from memory."""
-
-    def _get(self, table: Table, keys: Binary) -> Binary:
-        """The values of ``keys``, the missing ones null:
-
-        1. those that this transaction has seen before, as it saw them;
-        2. those that are known, which become something the commit expects;
-        3. the others from the store, which become something the commit has read;
-        4. over all of them, what this transaction wrote itself.
-        """
-        if not 0 < len(keys) <= KEYS_MAX:
-            return super()._get(table, keys)
-        self._check_open()
-        wanted: list[bytes] = listed(keys)
-        as_given = listed if isinstance(keys, list) else arrayed
-        unseen = [key for key in wanted if key not in self._seen]  # 1
-        known = self._known.among(unseen)  # 2
-        if known:
-            self._seen.update(known)
-            names, values = as_given(list(known)), as_given(list(known.values()))
-            self._expect(Expect(table.table_id, names, values), table.schema.name)
-        asked = [key for key in unseen if key not in known]  # 3
-        if asked:
-            found = self._get_stored(table, as_given(asked))
-            self._seen.update(zip(asked, listed(found), strict=True))
-        own = self._own_writes(table.table_id)  # 4
-        return as_given([own[key] if key in own else self._seen[key] for key in wanted])
-
-    def commit(self) -> Committed:
-        try:
-            answer = super().commit()
-        except BaseException:
-            self._known.forget()
-            raise
-        if any(len(write.keys) > KEYS_MAX for write in self._request.writes):
-            # What is known of the others may be true still, but such a reducer does not live by it.
-            self._known.forget()
-            return answer
-        for write in self._request.writes:
-            self._seen.update(zip(listed(write.keys), listed(write.values), strict=True))
-        self._known.learn(self._seen)
-        return answer

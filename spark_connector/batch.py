@@ -21,7 +21,7 @@ from shuffle.spark_connector.options import SNAPSHOT_TTL_S_DEFAULT, Options
 from shuffle.spark_connector.schemas import arrow_schema, as_schema, check_wanted, spark_schema
 from shuffle.spark_connector.sink.writer import store_handle
 from shuffle.statestore import Queue, StateClient
-from shuffle.statestore.engine.conflicts import KeyRange
+from shuffle.statestore.key_range import KeyRange
 
 SPLITS_DEFAULT = 8
 """Tasks for a table, when it has that many rows: a few more than a small machine has cores."""

@@ -24,7 +24,7 @@ from pyspark.sql.datasource import (
 
 from shuffle.errors import ShuffleError
 from shuffle.statestore.codec.sorted_table import Table
-from shuffle.statestore.engine.conflicts import KeyRange
+from shuffle.statestore.key_range import KeyRange
 
 RANGES_MAX = 1_000
 """Ranges that ``In`` may multiply into; beyond it the rest of the key is not looked at."""
@@ -62,10 +62,10 @@ def _values(filters: Sequence[Filter]) -> list[Any] | None:
 def _last_ranges(table: Table, prefix: tuple[Any, ...], column: str, filters: Sequence[Filter]) -> list[KeyRange]:
     """The rows with ``prefix`` whose next key column passes ``filters``."""
     try:
-        wanted = table.range(None, None, prefix or None)
+        wanted = KeyRange(*table.range(None, None, prefix or None))
     except (ShuffleError, pa.ArrowException, TypeError, ValueError):
         # A value that the column cannot have, or not without loss; Spark will see.
-        return [table.range(None, None, None)]
+        return [KeyRange(*table.range(None, None, None))]
     for found in filters:
         try:
             wanted = _narrowed(wanted, _range_of(table, prefix, found))
@@ -76,13 +76,13 @@ def _last_ranges(table: Table, prefix: tuple[Any, ...], column: str, filters: Se
 
 def _range_of(table: Table, prefix: tuple[Any, ...], found: Filter) -> KeyRange:
     if isinstance(found, GreaterThanOrEqual | GreaterThan):
-        return KeyRange(table.range((*prefix, found.value), None, None).begin, None)
+        return KeyRange(table.range((*prefix, found.value), None, None)[0], None)
     if isinstance(found, LessThan):
-        return KeyRange(b"", table.range(None, (*prefix, found.value), None).end)
+        return KeyRange(b"", table.range(None, (*prefix, found.value), None)[1])
     if isinstance(found, LessThanOrEqual):
-        return KeyRange(b"", table.range(None, None, (*prefix, found.value)).end)
+        return KeyRange(b"", table.range(None, None, (*prefix, found.value))[1])
     if isinstance(found, StringStartsWith):
-        return table.range(None, None, (*prefix, found.value), partial=True)
+        return KeyRange(*table.range(None, None, (*prefix, found.value), partial=True))
     return KeyRange(b"", None)
 
 

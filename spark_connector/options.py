@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from shuffle.errors import BadInput
+from shuffle.statestore.client.open_store import address_forms, folder_of, is_address
 from shuffle.support.endpoint import HOST_PORT, SCHEME
 from shuffle.support.suggest import did_you_mean, nearest
 from shuffle.support.units import parse_duration_ms, parse_size
@@ -167,16 +168,17 @@ class Options:
 
 def state_of(options: Options) -> str:
     """Where the state store is: an address, or a folder."""
-    state = options.required("state", "where the state store is: grpc://host:port, or a folder that a daemon serves")
+    forms = " or ".join(address_forms())
+    state = options.required("state", f"where the state store is: {forms}, or a folder that a daemon serves")
     match = _SCHEME.fullmatch(state)
-    if match is not None and match[1] != SCHEME:
+    if match is not None and folder_of(state) is None and not is_address(state):
         meant = f"{SCHEME}://{match[2].strip('/')}"
     elif match is None and HOST_PORT.fullmatch(state) and not Path(state).exists():
         meant = f"{SCHEME}://{state}"
     else:
         return state
     raise BadInput(
-        f"the option 'state' is grpc://host:port, or a folder that a daemon serves; {state!r} is neither: did you mean "
+        f"the option 'state' is {forms}, or a folder that a daemon serves; {state!r} is neither: did you mean "
         f"{meant!r}?",
         option="state",
     )

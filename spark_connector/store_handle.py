@@ -17,8 +17,8 @@ from typing import TypeVar
 from shuffle.errors import CommitConflict, CommitUnknown, StoreUnavailable
 from shuffle.spark_connector.waiting import Waiting
 from shuffle.statestore import StateClient
-from shuffle.statestore.local.store_folder import served_at
-from shuffle.support.endpoint import has_scheme
+from shuffle.statestore.client.open_store import folder_of
+from shuffle.statestore.wire.announcement import served_at
 from shuffle.support.retry import Backoff
 
 RETRY_MS = 50
@@ -41,7 +41,7 @@ class StoreHandle:
     """Where a store is and how long it is waited for. Plain data, so that Spark can send it to its workers."""
 
     state: str
-    """``grpc://host:port``, or a folder that a daemon serves."""
+    """An address as ``grpc://host:port``, or a folder that a daemon serves."""
     timeout_s: float
 
     def patiently(self, ask: Callable[[StateClient], T]) -> T:
@@ -89,24 +89,28 @@ class StoreHandle:
         return found
 
     def _connect(self, address: str) -> StateClient:
-        if address == self.state:
+        folder = self._folder
+        if folder is None:
             return StateClient.connect(address)
-        client = StateClient.serving(self._folder)
+        client = StateClient.serving(folder)
         if client is None:
             raise self._not_served()
         return client
 
     def _address(self) -> str:
-        if has_scheme(self.state):
+        folder = self._folder
+        if folder is None:
             return self.state
-        address = served_at(self._folder)
+        address = served_at(folder)
         if address is None:
             raise self._not_served()
         return address
 
     @property
-    def _folder(self) -> Path:
-        return Path(self.state).absolute()
+    def _folder(self) -> Path | None:
+        """The folder that a daemon serves; None if the state is the address of a store."""
+        folder = folder_of(self.state)
+        return None if folder is None else folder.absolute()
 
     def _not_served(self) -> StoreUnavailable:
         return StoreUnavailable(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from shuffle.statestore.client.client import Lease, Leases, Queue, StateClient
+from shuffle.statestore.client.client import StateClient
+from shuffle.statestore.client.leases import Lease, Leases
+from shuffle.statestore.client.queue import Queue
 from shuffle.statestore.client.transaction import Snapshot, Transaction
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
-from shuffle.statestore.engine.leases import Member
 from shuffle.statestore.request import Committed
+from shuffle.statestore.store import Member
 
 __all__ = [
     "Committed",

@@ -15,9 +15,11 @@ from shuffle.errors import BadInput, SequenceError
 from shuffle.limits import NAME_BYTES_MAX
 from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
-from shuffle.statestore.engine.conflicts import KeyRange
-from shuffle.statestore.engine.segment import checked_rows
-from shuffle.statestore.engine.storage import Pairs
+from shuffle.statestore.codec.segment import checked_rows
+from shuffle.statestore.key_range import KeyRange
+
+Pairs = tuple[Sequence[bytes], Sequence[bytes | None]]
+"""Keys, and the value of each; None deletes."""
 
 
 @dataclass(slots=True)

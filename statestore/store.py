@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,8 +17,23 @@ import pyarrow as pa
 
 from shuffle.statestore.codec.arrow_bytes import Binary
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
-from shuffle.statestore.engine.leases import Member
 from shuffle.statestore.request import CatalogueChange, CommitRequest, Committed
+
+SESSION_TTL_MS_DEFAULT = 10_000
+"""How long a store keeps what a client holds there after it was heard of last, unless the client says otherwise."""
+
+STAGED_TTL_MS_DEFAULT = 3_600_000
+"""How long staged rows wait to be published: long enough for a failed driver to be restarted by hand."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member of a group, as others see it."""
+
+    name: str
+    """The name under which it has registered."""
+    attributes: Mapping[str, str]
+    """What it says about itself, for example its address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +44,29 @@ class Moment:
     version: int
     session_id: int = 0
     """Of a moment that is shared between clients: the session that holds it; 0: the client's own."""
+
+
+@dataclass(slots=True)
+class Span:
+    """Neighbouring records of one segment: the answer to a read of a queue."""
+
+    file: str
+    offset: int
+    """Of the first record in the file."""
+    ends: list[int]
+    """Where each record ends, counted from the first one's start."""
+    segment_begin: int
+    """The position of the segment's row 0: records count their rows from there."""
+    end: int
+    """The position after the last row of the records."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.ends[-1]
+
+    def split(self, data: pa.Buffer) -> list[pa.Buffer]:
+        """The records, out of the bytes that they lie in side by side."""
+        return [data.slice(begin, end - begin) for begin, end in pairwise([0, *self.ends])]
 
 
 @dataclass(frozen=True, slots=True)

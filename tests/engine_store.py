@@ -11,9 +11,9 @@ import pyarrow as pa
 
 from shuffle.errors import DiskFull, ShuffleError, StoreError
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
+from shuffle.statestore.codec.segment import decode_batch
 from shuffle.statestore.codec.sorted_table import Table
 from shuffle.statestore.engine.engine import Engine
-from shuffle.statestore.engine.segment import decode_batch
 from shuffle.statestore.local.rocks import Rocks
 from shuffle.statestore.local.segment_files import SegmentDisk
 from shuffle.statestore.request import Append, CommitRequest, Committed, CreateQueue, CreateTable, TableWrite
@@ -99,8 +99,7 @@ class Store:
 
     def rows(self) -> dict[int, int]:
         table = self.table()
-        wanted = table.range(None, None, None)
-        pairs = list(self.rocks.view().scan(wanted.begin, wanted.end))
+        pairs = list(self.rocks.view().scan(*table.range(None, None, None)))
         keys, values = pa.array([k for k, _ in pairs], pa.binary()), pa.array([v for _, v in pairs], pa.binary())
         found = table.decode_rows(keys, values)
         return dict(zip(found["n"].to_pylist(), found["v"].to_pylist(), strict=True))

@@ -9,9 +9,7 @@ import pyarrow as pa
 
 from shuffle.durable.reducer_state import REDUCERS_KEY, ReducerState
 from shuffle.durable.tables import mappers_table, reducers_table
-from shuffle.errors import UnknownTable
 from shuffle.ids import InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
-from shuffle.statestore.codec.arrow_bytes import Binary, listed
 
 if TYPE_CHECKING:
     from shuffle.statestore import Snapshot, StateClient, Transaction
@@ -94,28 +92,14 @@ class PersistedState:
     def __init__(self, client: StateClient, processor: str, mapper_index: MapperIndex) -> None:
         self._client = client
         self._table = mappers_table(processor)
-        self._key = key_rows(mapper_index)
-        self._asked: tuple[int, Binary] | None = None
-        """The table's id, and the key as the store has it."""
-        self._last: tuple[bytes | None, MapperState | None] | None = None
-        """The value that was decoded last, and what it says."""
+        self._mapper_index = mapper_index
+        self._rows: pa.Table | None = None
+        """What the store returned last."""
+        self._state: MapperState | None = None
+        """What ``_rows`` say."""
 
     def fetch(self) -> MapperState | None:
-        try:
-            return self._fetch()
-        except UnknownTable:
-            # Made anew since, perhaps: its id is another one then.
-            self._asked = self._last = None
-            self._client.forget_names()
-            return self._fetch()
-
-    def _fetch(self) -> MapperState | None:
-        if self._asked is None:
-            table = self._client.table_handle(self._table)
-            self._asked = table.table_id, table.encode_keys(self._key)[1]
-        values = self._client.store.get(None, *self._asked)
-        value: bytes | None = listed(values)[0]
-        if self._last is None or self._last[0] != value:
-            table = self._client.table_handle(self._table)
-            self._last = value, state_from_rows(table.found_rows(table.encode_keys(self._key)[0], values))
-        return self._last[1]
+        rows = self._client.cached_lookup(self._table, (self._mapper_index,))
+        if rows is not self._rows:
+            self._rows, self._state = rows, state_from_rows(rows)
+        return self._state

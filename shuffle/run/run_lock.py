@@ -23,7 +23,7 @@ from shuffle.discovery import Membership
 from shuffle.errors import BadInput
 from shuffle.ids import new_guid
 from shuffle.spec.config import ProcessorSpec
-from shuffle.statestore.local.store_folder import served_at
+from shuffle.statestore.wire.announcement import served_at
 from shuffle.support.slow_wait import told
 from shuffle.support.vital_threads import end_process
 

@@ -28,7 +28,6 @@ from shuffle.limits import (
     WAIT_MS_MAX,
     WORKER_ANSWER_S_MAX,
 )
-from shuffle.support.endpoint import has_scheme, is_endpoint
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient
@@ -192,7 +191,7 @@ class ProcessorSpec:
     @property
     def state_folder(self) -> Path | None:
         """The folder of the embedded store, or None when a store elsewhere is used."""
-        return None if has_scheme(self.state) else Path(self.state)
+        return state_folder(self.state)
 
     @property
     def mappers_table(self) -> str:
@@ -231,10 +230,16 @@ class ProcessorSpec:
         """A client of this processor's store; for a folder that a daemon serves, of that daemon."""
         from shuffle.statestore import StateClient
 
-        folder = self.state_folder
-        if folder is None:
-            return StateClient.connect(self.state, timeout_s=WORKER_ANSWER_S_MAX)
-        return StateClient.open(os.fspath(folder), timeout_s=WORKER_ANSWER_S_MAX)
+        return StateClient.open(self.state, timeout_s=WORKER_ANSWER_S_MAX)
+
+
+def state_folder(state: str) -> Path | None:
+    """The folder that ``state`` names, or None when it is the address of a store elsewhere."""
+    if ":" not in state:  # Almost every folder, and known without importing the store.
+        return Path(state)
+    from shuffle.statestore.client.open_store import folder_of
+
+    return folder_of(state)
 
 
 def relation_mistakes(spec: ProcessorSpec) -> list[tuple[str, str]]:
@@ -310,16 +315,20 @@ RANGES: dict[str, tuple[int, int]] = {
 def load_spec(path: str | os.PathLike[str]) -> ProcessorSpec:
     """The spec in ``path``, or one ``SpecError`` that names every mistake with its place.
 
-    The environment's ``SHUFFLE_STATE`` (``grpc://host:port``) takes the place of ``state``: so a controller tells its
+    The environment's ``SHUFFLE_STATE``, which is an address, takes the place of ``state``: so a controller tells its
     workers where the store is that it has started.
     """
     from shuffle.spec.spec_file import parse_spec
 
     spec = parse_spec(Path(path))
     address = os.environ.get("SHUFFLE_STATE")
-    if address and not is_endpoint(address):
-        raise SpecError(f"the environment's SHUFFLE_STATE is {address!r}, which is not grpc://host:port")
-    return replace(spec, state=address) if address else spec
+    if not address:
+        return spec
+    from shuffle.statestore.client.open_store import address_forms, is_address
+
+    if not is_address(address):
+        raise SpecError(f"the environment's SHUFFLE_STATE is {address!r}, which is not {' or '.join(address_forms())}")
+    return replace(spec, state=address)
 
 
 def load_class(spec: ProcessorSpec, role: Literal["mapper", "reducer"]) -> type[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -12,11 +13,11 @@ from typing import Any
 import yaml
 
 from shuffle.durable.tables import Role, dead_letter_queue
-from shuffle.errors import SpecError
+from shuffle.errors import BadInput, SpecError
 from shuffle.limits import NAME_BYTES_MAX
 from shuffle.spec.config import RANGES, InputSpec, MapperSpec, ProcessorSpec, ReducerSpec, SpillSpec, relation_mistakes
 from shuffle.spec.yaml_file import Node, compose_file, in_one_line
-from shuffle.support.endpoint import HOST_MAYBE_PORT, HOST_PORT, is_endpoint
+from shuffle.support.endpoint import HOST_MAYBE_PORT, HOST_PORT
 from shuffle.support.suggest import did_you_mean
 from shuffle.support.units import NUMBER_CHARS_MAX, TEXT_SHOWN_MAX, parse_duration_ms, parse_size, quoted
 
@@ -141,8 +142,9 @@ def _queue_name(file: _File, place: str, node: Node) -> str | None:
     return text
 
 
-def _folder(file: _File, place: str, node: Node) -> str | None:
-    text = _scalar(file, place, node)
+def _folder(file: _File, place: str, node: Node, text: str | None = None) -> str | None:
+    """``text``: what the node says, if it is not a path as it stands."""
+    text = _scalar(file, place, node) if text is None else text
     if text == "":
         file.note(place, node, "a folder is needed here")
         return None
@@ -160,11 +162,21 @@ def _folder(file: _File, place: str, node: Node) -> str | None:
 
 def _state(file: _File, place: str, node: Node) -> str | None:
     text = _scalar(file, place, node)
-    if text is None or "://" not in text:
+    if text is None or ":" not in text:
         return None if text is None else _folder(file, place, node)
-    if is_endpoint(text):
+    # Imported only here: what has no scheme is a folder, and known without importing the store.
+    from shuffle.statestore.client.open_store import address_forms, folder_of, is_address
+
+    if is_address(text):
         return text
-    file.note(place, node, f"{quoted(text)} is neither a folder nor grpc://host:port")
+    try:
+        folder = folder_of(text)
+    except BadInput as error:
+        file.note(place, node, error.message)
+        return None
+    if folder is not None:
+        return _folder(file, place, node, os.fspath(folder))
+    file.note(place, node, f"{quoted(text)} is neither a folder nor {' nor '.join(address_forms())}")
     return None
 
 

@@ -32,7 +32,7 @@ from shuffle.spark_connector.source.query_lease import QUERY_ID
 from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.statestore import StateClient, TableSchema
 from shuffle.statestore.codec.sorted_table import Table
-from shuffle.statestore.engine.staged import STAGED_TTL_MS_DEFAULT
+from shuffle.statestore.store import STAGED_TTL_MS_DEFAULT
 from shuffle.support.suggest import did_you_mean
 
 BATCH_ID = "streaming.sql.batchId"

@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
@@ -30,7 +29,8 @@ from shuffle.support.units import rough_size
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from shuffle.statestore import QueueSchema, StateClient, TableSchema
+    from shuffle.statestore.client.client import StateClient
+    from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 
 PIPE_WIDTH = 160
 """Columns of a table that does not go to a terminal: wide enough for a line to be cut by what reads it, not by us."""
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         "stats": _stats,
     }
     try:
-        with open_store(args.store) as client:
+        with open_existing(args.store) as client:
             commands[args.state_command](client, args)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -109,20 +109,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def open_store(store: str) -> StateClient:
+def open_existing(store: str) -> StateClient:
     """A client for the address or folder; a folder without a store is refused, where ``open`` would make one."""
-    from shuffle.statestore import StateClient
+    from shuffle.statestore.client.client import StateClient
+    from shuffle.statestore.client.open_store import address_forms, folder_of
 
-    if "://" in store:
+    folder = folder_of(store)
+    if folder is None:
         with told(f"the state store at {store} to answer"):
             return StateClient.connect(store)
     try:
-        there = (Path(store) / "FORMAT").is_file()
+        there = (folder / "FORMAT").is_file()
     except PermissionError:
         there = True  # The store of another user: opening it says so.
     if not there:
         raise StoreUnavailable(
-            f"there is no state store in {store!r}; give its folder, or grpc://host:port of the daemon", store=store
+            f"there is no state store in {store!r}; give its folder, or {' or '.join(address_forms())} of the daemon",
+            store=store,
         )
     with told(f"the state store in {store} to open"):
         return StateClient.open(store)

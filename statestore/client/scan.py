@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
-from shuffle.statestore.engine.conflicts import KeyRange
+from shuffle.statestore.key_range import KeyRange
 
 SCAN_ROWS_MAX = 16_384
 """Rows of one chunk: some milliseconds of work for the store, some megabytes for the client."""

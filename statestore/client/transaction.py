@@ -10,39 +10,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from shuffle.errors import BadInput, TooLarge, UnknownTable
-from shuffle.limits import BATCH_ROWS_MAX, MIB, TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
+from shuffle.limits import TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
+from shuffle.statestore.client.handles import Handles
+from shuffle.statestore.client.row_cache import RowCache
 from shuffle.statestore.client.scan import Chunk, overlaid, scan_chunks, split_ranges
-from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of, in_order, listed, no_values
+from shuffle.statestore.codec.arrow_bytes import Binary, arrayed, bytes_of, in_order, listed, no_values
 from shuffle.statestore.codec.sorted_table import Bound, Table
-from shuffle.statestore.engine.conflicts import KeyRange
-from shuffle.statestore.request import Append, CommitRequest, Committed, Expect, Publish, Reads, TableWrite, Trim
+from shuffle.statestore.key_range import KeyRange
+from shuffle.statestore.request import CommitRequest, Committed, Expect, Publish, Reads, TableWrite, Trim
 from shuffle.statestore.store import Moment, Store
 from shuffle.statestore.wire.operations import check_section
 from shuffle.support.fields import whole
-
-if TYPE_CHECKING:
-    from shuffle.statestore.client.client import StateClient
-
-APPEND_BYTES_MAX = 4 * MIB
-"""Rows of one append are cut into batches of about this size: what a reader maps and decodes at once."""
 
 
 class _Reads:
     """What a snapshot and a transaction have in common: typed reads at one moment."""
 
-    def __init__(self, client: StateClient, store: Store) -> None:
-        self._client = client
+    def __init__(self, handles: Handles, store: Store) -> None:
+        self._handles = handles
         self._store = store
         self._moment: Moment | None = None
 
     def lookup(self, table: str, keys: pa.Table | pa.RecordBatch) -> pa.Table:
         """The rows with these keys: key and value columns, in the order of ``keys``; missing ones are absent."""
-        found = self._client.table_handle(table)
+        found = self._handles.table(table)
         conformed, encoded = found.encode_keys(keys)
         return found.found_rows(conformed, self._get(found, encoded))
 
@@ -63,8 +58,8 @@ class _Reads:
         ``prefix`` is all rows with those leading values, and with ``partial`` its last value is only the beginning of a
         string. At most ``limit`` rows come, and only ``columns`` of them if these are named.
         """
-        found = self._client.table_handle(table)
-        wanted = found.range(begin, end, prefix, partial)
+        found = self._handles.table(table)
+        wanted = KeyRange(*found.range(begin, end, prefix, partial))
         if limit is not None and limit < 0:
             raise BadInput(f"limit must not be negative, not {limit}")
         schema = found.schema.row
@@ -83,7 +78,7 @@ class _Reads:
                 return self._store.get(self._moment, table.table_id, keys)
             self._moment, values = self._store.get_and_hold(table.table_id, keys)
         except UnknownTable:
-            self._client.forget_names()
+            self._handles.forget_all()
             raise
         return values
 
@@ -94,7 +89,7 @@ class _Reads:
         try:
             return self._store.scan(self._opened(), table.table_id, begin, end, rows_max, reverse)
         except UnknownTable:
-            self._client.forget_names()
+            self._handles.forget_all()
             raise
 
     def _opened(self) -> Moment:
@@ -121,8 +116,8 @@ class _Reads:
 class Snapshot(_Reads):
     """All tables at one moment, never blocked by writers and never blocking them. Close it when done."""
 
-    def __init__(self, client: StateClient, store: Store, shared: Moment | None = None) -> None:
-        super().__init__(client, store)
+    def __init__(self, handles: Handles, store: Store, shared: Moment | None = None) -> None:
+        super().__init__(handles, store)
         self._closed = False
         self._moment = self._shared = shared
         self._opened()
@@ -143,14 +138,14 @@ class Snapshot(_Reads):
         The cuts lie evenly between the first and the last key as bytes, so that the pieces are only about as even as
         the keys are.
         """
-        found = self._client.table_handle(table)
+        found = self._handles.table(table)
         fetch = partial(self._fetch, found)
-        wanted = ranges if ranges is not None else [found.range(None, None, None)]
+        wanted = ranges if ranges is not None else [KeyRange(*found.range(None, None, None))]
         return split_ranges(lambda reverse, begin, end: fetch(reverse, begin, end, 1)[0], wanted, parts)
 
     def scan_range(self, table: str, wanted: KeyRange) -> pa.RecordBatchReader:
         """The rows of one piece of ``split``."""
-        found = self._client.table_handle(table)
+        found = self._handles.table(table)
         batches = (found.decode_rows(*chunk) for chunk in self._chunks(found, wanted, None, False))
         return pa.RecordBatchReader.from_batches(found.schema.row, batches)
 
@@ -181,8 +176,11 @@ class Transaction(_Reads):
     the transaction again) or ``CommitUnknown`` (the answer was lost: read the state again to learn which it was).
     """
 
-    def __init__(self, client: StateClient, store: Store) -> None:
-        super().__init__(client, store)
+    def __init__(self, handles: Handles, store: Store, cache: RowCache | None = None) -> None:
+        super().__init__(handles, store)
+        self._cache = cache
+        self._seen: dict[bytes, bytes | None] = {}
+        """Rows that this transaction was told of, by the store or by the cache; empty without a cache."""
         self._request = CommitRequest()
         self._keys_read: list[Binary] = []
         self._ranges_read: list[KeyRange] = []
@@ -203,13 +201,13 @@ class Transaction(_Reads):
         one is another, or is not there, ``commit`` raises ``CommitConflict``.
         """
         self._check_open()
-        found = self._client.table_handle(table)
+        found = self._handles.table(table)
         self._expect(Expect(found.table_id, *found.encode_rows(rows)), table)
 
     def expect_absent(self, table: str, keys: pa.Table | pa.RecordBatch) -> None:
         """Commit only if no row of the table has one of these keys at that moment."""
         self._check_open()
-        found = self._client.table_handle(table)
+        found = self._handles.table(table)
         _, encoded = found.encode_keys(keys)
         self._expect(Expect(found.table_id, encoded, no_values(encoded)), table)
 
@@ -223,14 +221,14 @@ class Transaction(_Reads):
     def write(self, table: str, rows: pa.Table | pa.RecordBatch) -> None:
         """Insert rows, or replace those with the same keys."""
         self._check_open()
-        found = self._client.table_handle(table)
+        found = self._handles.table(table)
         self._tables[found.table_id] = found
         self._add(TableWrite(found.table_id, *in_order(*found.encode_rows(rows))), table)
 
     def delete(self, table: str, keys: pa.Table | pa.RecordBatch) -> None:
         """Delete the rows with these keys; keys that are not there are no mistake."""
         self._check_open()
-        found = self._client.table_handle(table)
+        found = self._handles.table(table)
         self._tables[found.table_id] = found
         _, encoded = found.encode_keys(keys)
         self._add(TableWrite(found.table_id, encoded, no_values(encoded)), table)
@@ -245,26 +243,26 @@ class Transaction(_Reads):
     ) -> None:
         """Append rows to a partition of a queue. Their positions are in the answer of ``commit``."""
         self._check_open()
-        append = self._client.queue(queue).encoded(partition, rows, producer, sequence)
+        append = self._handles.queue(queue).encoded(partition, rows, producer, sequence)
         self._grow(sum(payload.size for payload in append.payloads), 0, queue)
         self._request.appends.append(append)
 
     def publish(self, queue: str, partition: int, staged_id: str) -> None:
         """Make rows visible that ``Queue.stage`` has written before."""
         self._check_open()
-        place = self._client.queue(queue).queue_id, whole(partition)
+        place = self._handles.queue(queue).queue_id, whole(partition)
         check_section("publish", *place, staged_id)
         self._request.appends.append(Publish(*place, staged_id))
 
     def appends_to(self, queue: str) -> set[int]:
         """The partitions of ``queue`` that this transaction appends to."""
-        queue_id = self._client.queue(queue).queue_id
+        queue_id = self._handles.queue(queue).queue_id
         return {append.partition for append in self._request.appends if append.queue_id == queue_id}
 
     def trim(self, queue: str, partition: int, index: int) -> None:
         """Give up the rows of a partition below ``index``."""
         self._check_open()
-        place, index = (self._client.queue(queue).queue_id, whole(partition)), whole(index)
+        place, index = (self._handles.queue(queue).queue_id, whole(partition)), whole(index)
         check_section("trim", *place, index)
         self._request.trims.append(Trim(*place, index))
 
@@ -289,6 +287,8 @@ class Transaction(_Reads):
 
     def _get(self, table: Table, keys: Binary) -> Binary:
         self._check_open()
+        if self._cache is not None and 0 < len(keys) <= self._cache.keys_max:
+            return self._get_through(self._cache, table, keys)
         values = self._get_stored(table, keys)
         own = self._own_writes(table.table_id)
         if not own:
@@ -299,6 +299,29 @@ class Transaction(_Reads):
         values = super()._get(table, keys)
         self._keys_read.append(keys)
         return values
+
+    def _get_through(self, cache: RowCache, table: Table, keys: Binary) -> Binary:
+        """The values of ``keys``, the missing ones null:
+
+        1. those that this transaction has seen before, as it saw them;
+        2. those that the cache knows, which become something the commit expects;
+        3. the others from the store, which become something the commit has read;
+        4. over all of them, what this transaction wrote itself.
+        """
+        wanted: list[bytes] = listed(keys)
+        as_given = listed if isinstance(keys, list) else arrayed
+        unseen = [key for key in wanted if key not in self._seen]  # 1
+        known = cache.among(unseen)  # 2
+        if known:
+            self._seen.update(known)
+            names, values = as_given(list(known)), as_given(list(known.values()))
+            self._expect(Expect(table.table_id, names, values), table.schema.name)
+        asked = [key for key in unseen if key not in known]  # 3
+        if asked:
+            found = self._get_stored(table, as_given(asked))
+            self._seen.update(zip(asked, listed(found), strict=True))
+        own = self._own_writes(table.table_id)  # 4
+        return as_given([own[key] if key in own else self._seen[key] for key in wanted])
 
     def _chunks(self, table: Table, wanted: KeyRange, limit: int | None, reverse: bool) -> Iterator[Chunk]:
         self._check_open()
@@ -342,11 +365,27 @@ class Transaction(_Reads):
             self._request.reads = Reads(moment.version, self._keys_read, self._ranges_read)
         try:
             committed = self._store.commit(self._request, moment)
-        except UnknownTable:
-            self._client.forget_names()
+        except BaseException as error:
+            if isinstance(error, UnknownTable):
+                self._handles.forget_all()
+            if self._cache is not None:
+                self._cache.forget()
             raise
         self.is_committed = True
+        if self._cache is not None:
+            self._teach(self._cache)
         return committed
+
+    def _teach(self, cache: RowCache) -> None:
+        """The commit was acknowledged: what it has read and written is what the store holds now."""
+        writes = self._request.writes
+        if any(len(write.keys) > cache.keys_max for write in writes):
+            # What is known of other rows may be true still, but who writes so much does not look up a few.
+            cache.forget()
+            return
+        for write in writes:
+            self._seen.update(zip(listed(write.keys), listed(write.values), strict=True))
+        cache.learn(self._seen)
 
     def abort(self) -> None:
         """Forget everything. After ``commit`` it does nothing, so a ``with`` may end with it."""
@@ -366,17 +405,3 @@ class Transaction(_Reads):
 
     def __del__(self) -> None:
         self._abandon()
-
-
-def encoded_append(
-    queue_id: int, partition: int, batch: pa.RecordBatch, producer: str | None, sequence: int | None
-) -> Append:
-    """An append whose batches are small enough to be read one at a time."""
-    return Append(queue_id, partition, payloads(batch), producer, sequence)
-
-
-def payloads(batch: pa.RecordBatch) -> list[pa.Buffer]:
-    """``batch`` as Arrow IPC messages of at most about ``APPEND_BYTES_MAX``."""
-    pieces = -(-batch.nbytes // APPEND_BYTES_MAX) or 1
-    rows = min(-(-batch.num_rows // pieces) or 1, BATCH_ROWS_MAX)
-    return [batch.slice(begin, rows).serialize() for begin in range(0, batch.num_rows, rows)]

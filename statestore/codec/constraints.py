@@ -15,7 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shuffle.errors import BadInput, ConstraintViolated
+from shuffle.statestore.codec.arrow_bytes import Binary, arrayed
 from shuffle.statestore.codec.check_parser import Call, CheckError, Column, Literal, Node, parse
+from shuffle.statestore.codec.schema import TableSchema
+from shuffle.statestore.codec.values import RowCodec
 
 SHOWN_CHARS_MAX = 200
 """How much of the offending row an error shows: enough to find it, little enough for a status message."""
@@ -98,6 +101,28 @@ class Constraint:
             except pa.ArrowInvalid:
                 high = middle
         return low
+
+
+class TableConstraints:
+    """All constraints of one table, checked on rows in their encoded form."""
+
+    def __init__(self, schema: TableSchema, codec: RowCodec) -> None:
+        """``codec`` decodes the values of the table."""
+        self._value_schema = schema.value
+        self._codec = codec
+        self._constraints = [
+            Constraint(schema.name, name, expression, schema.value) for name, expression in schema.constraints.items()
+        ]
+
+    def check(self, values: Binary) -> None:
+        """Raises ``ConstraintViolated`` for the first written row that breaks a constraint; null is a deleted row."""
+        if not self._constraints:
+            return
+        written = arrayed(values).drop_null()
+        if len(written):
+            rows = pa.RecordBatch.from_arrays(self._codec.decode(written), schema=self._value_schema)
+            for constraint in self._constraints:
+                constraint.check(rows)
 
 
 def _shown(value: pa.Scalar) -> str:

@@ -13,6 +13,7 @@ The bytes of UTF-8 sort as the code points do. All of it is done on whole column
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,9 @@ from shuffle.statestore.codec.arrow_bytes import (
     to_numpy,
 )
 from shuffle.statestore.codec.column_types import is_text_or_bytes
-from shuffle.statestore.codec.schema import conform_column, null_key
+from shuffle.statestore.codec.schema import null_key
+
+_TABLE_ID = struct.Struct(">I")
 
 _ZERO, _ESCAPED = b"\x00", b"\x00\xff"
 _END = b"\x00\x01"
@@ -55,23 +58,6 @@ class KeyCodec:
         self.table = table
         self.schema = schema
         self._runs = _runs(schema)
-
-    def encode(self, rows: pa.RecordBatch | pa.Table) -> pa.Array:
-        """The keys of ``rows`` (its key columns are found by name), as a binary array."""
-        columns = []
-        for field in self.schema:
-            index = rows.schema.get_field_index(field.name)
-            if index < 0:
-                raise SchemaMismatch(
-                    f"table {self.table!r}: the key column {field.name!r} is missing",
-                    table=self.table,
-                    column=field.name,
-                )
-            column = conform_column(rows.column(index), field, self.table)
-            if column.null_count:
-                raise null_key(column, field.name, self.table)
-            columns.append(column)
-        return self.encode_columns(columns)
 
     def encode_columns(self, columns: list[pa.Array]) -> pa.Array:
         """The keys of rows whose columns are exactly those of the schema, without nulls."""
@@ -105,7 +91,7 @@ class KeyCodec:
         return columns
 
     def check(self, keys: pa.Array, skip_bytes: int) -> None:
-        """Raises ``CorruptData`` unless each key is what ``encode`` makes of some row, byte for byte.
+        """Raises ``CorruptData`` unless each key is what ``encode_columns`` makes of some row, byte for byte.
 
         A look at lengths and ends; only columns whose bytes may be wrong by themselves are taken out and looked at.
         """
@@ -301,6 +287,11 @@ class KeyCodec:
         if array.null_count:
             raise null_key(array, field.name, self.table)
         return array
+
+
+def table_prefix(table_id: int) -> bytes:
+    """How all keys of a table begin in the one ordered map that holds the keys of all tables."""
+    return b"t" + _TABLE_ID.pack(table_id)
 
 
 def bytes_after(prefix: bytes) -> bytes | None:

@@ -97,17 +97,6 @@ class TableSchema:
                     constraint=name,
                 )
 
-    def conform_rows(self, rows: pa.Table | pa.RecordBatch) -> tuple[pa.RecordBatch, pa.RecordBatch]:
-        """The rows of a write as (key columns, value columns); refuses nulls in the key."""
-        arrays = self.row_columns(rows)
-        width = len(self.key)
-        keys = pa.RecordBatch.from_arrays(arrays[:width], schema=self.key)
-        if not len(self.value):
-            # A batch without columns has no rows either, as far as Arrow can tell; the row codec only wants the count,
-            # and gets it from the struct form.
-            return keys, pa.RecordBatch.from_struct_array(pa.StructArray.from_buffers(pa.struct([]), len(keys), [None]))
-        return keys, pa.RecordBatch.from_arrays(arrays[width:], schema=self.value)
-
     def row_columns(self, rows: pa.Table | pa.RecordBatch) -> list[pa.Array]:
         """The columns of a write, keys first; refuses nulls in the key."""
         return conform_columns(rows, self.row, self.name, not_null=self.key.names)

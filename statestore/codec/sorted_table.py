@@ -10,12 +10,11 @@ import pyarrow as pa
 from shuffle.errors import BadInput
 from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
 from shuffle.statestore.codec.arrow_bytes import Binary, arrayed, longest_of, prefixed
-from shuffle.statestore.codec.keys import KeyCodec, bytes_after
+from shuffle.statestore.codec.constraints import TableConstraints
+from shuffle.statestore.codec.keys import KeyCodec, bytes_after, table_prefix
 from shuffle.statestore.codec.schema import TableSchema
 from shuffle.statestore.codec.small_batch import FEW_ROWS, FewKeys, FewValues
 from shuffle.statestore.codec.values import RowCodec
-from shuffle.statestore.engine.catalogue import TableEntry, table_prefix
-from shuffle.statestore.engine.conflicts import KeyRange
 
 Bound = Mapping[str, Any] | Sequence[Any]
 
@@ -31,7 +30,7 @@ class Table:
         self._values = RowCodec(schema.name, schema.value)
         self._few_keys = FewKeys(schema.key)
         self._few_values = FewValues(schema.value)
-        self._entry = TableEntry.of(schema)
+        self._constraints = TableConstraints(schema, self._values)
 
     def encode_keys(self, keys: pa.Table | pa.RecordBatch) -> tuple[pa.RecordBatch, Binary]:
         conformed = self.schema.conform_keys(keys)
@@ -58,7 +57,7 @@ class Table:
 
     def check(self, values: Binary) -> None:
         """Raises ``ConstraintViolated`` where the store would."""
-        self._entry.check(arrayed(values))
+        self._constraints.check(values)
 
     def decode_rows(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> pa.RecordBatch:
         arrays = [*self._keys.decode(keys, skip_bytes=len(self._prefix)), *self._values.decode(values)]
@@ -73,8 +72,13 @@ class Table:
         arrays = [*keys.columns, *self._values.decode(values)]
         return pa.Table.from_arrays(arrays, schema=self.schema.row)
 
-    def range(self, begin: Bound | None, end: Bound | None, prefix: Bound | None, partial: bool = False) -> KeyRange:
-        """``begin`` (inclusive) and ``end`` (exclusive) are leading key values; ``prefix`` is both at once."""
+    def range(
+        self, begin: Bound | None, end: Bound | None, prefix: Bound | None, partial: bool = False
+    ) -> tuple[bytes, bytes | None]:
+        """The encoded keys from which on and up to which a range goes: the fields of a ``KeyRange``.
+
+        ``begin`` (inclusive) and ``end`` (exclusive) are leading key values; ``prefix`` is both at once.
+        """
         if prefix is not None:
             if begin is not None or end is not None:
                 raise BadInput("give either prefix, or begin and end", table=self.schema.name)
@@ -82,4 +86,4 @@ class Table:
         else:
             low = self._keys.encode_prefix(begin) if begin is not None else b""
             high = self._keys.encode_prefix(end) if end is not None else None
-        return KeyRange(self._prefix + low, self._prefix + high if high is not None else bytes_after(self._prefix))
+        return self._prefix + low, self._prefix + high if high is not None else bytes_after(self._prefix)

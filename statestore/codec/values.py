@@ -39,7 +39,6 @@ from shuffle.statestore.codec.arrow_bytes import (
     validity_of,
 )
 from shuffle.statestore.codec.column_types import is_text_or_bytes
-from shuffle.statestore.codec.schema import conform
 
 
 def never_null(schema: pa.Schema) -> NumpyArray:
@@ -64,14 +63,8 @@ class RowCodec:
         self._width = self._record.itemsize
         self._never_null = never_null(schema)
 
-    def encode(self, rows: pa.RecordBatch) -> pa.Array:
-        """One binary value for each row."""
-        if len(self.schema) and rows.schema != self.schema:
-            rows = conform(rows, self.schema, self.table)
-        return self.encode_columns(rows.columns, rows.num_rows)
-
     def encode_columns(self, columns: list[pa.Array], count: int) -> pa.Array:
-        """The same for columns that are exactly those of the schema."""
+        """One binary value for each of ``count`` rows, whose columns are exactly those of the schema."""
         if not len(self.schema):
             return pa.repeat(constant(b""), count)
         records = np.zeros(count, self._record)
@@ -103,7 +96,7 @@ class RowCodec:
         return columns
 
     def check(self, values: pa.Array) -> None:
-        """Raises ``CorruptData`` unless each value, none of them null, is what ``encode`` makes of some row."""
+        """Raises ``CorruptData`` unless each value, none of them null, is what ``encode_columns`` makes of some row."""
         offsets, data = offsets_of(values), data_of(values)
         if not len(self.schema):
             if offsets[-1] != offsets[0]:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-
-import pyarrow as pa
 
 from shuffle.errors import BadInput, CorruptData, TableExists, TooLarge, UnknownTable
 from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
 from shuffle.statestore.codec.arrow_bytes import Binary, all_start_with, arrayed, listed, longest_of, nulls_in
-from shuffle.statestore.codec.constraints import Constraint
-from shuffle.statestore.codec.keys import KeyCodec, bytes_after
+from shuffle.statestore.codec.constraints import TableConstraints
+from shuffle.statestore.codec.keys import KeyCodec, bytes_after, table_prefix
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
+from shuffle.statestore.codec.segment import encode_file_header
 from shuffle.statestore.codec.small_batch import FEW_ROWS, FewKeys, FewValues
 from shuffle.statestore.codec.values import RowCodec
-from shuffle.statestore.engine.segment import encode_file_header
-from shuffle.statestore.engine.storage import Pairs
-from shuffle.statestore.request import CatalogueChange, CreateQueue, CreateTable, TableWrite
+from shuffle.statestore.request import CatalogueChange, CreateQueue, CreateTable, Pairs, TableWrite
 
 CATALOGUE_PREFIX = b"\0c"
-
-
-def table_prefix(table_id: int) -> bytes:
-    return b"t" + struct.pack(">I", table_id)
 
 
 @dataclass(slots=True)
@@ -36,7 +28,7 @@ class TableEntry:
     """Of all its keys."""
     end: bytes
     """The first key after them."""
-    constraints: list[Constraint]
+    constraints: TableConstraints
     keys: KeyCodec
     codec: RowCodec
     few_keys: FewKeys
@@ -44,17 +36,15 @@ class TableEntry:
 
     @staticmethod
     def of(schema: TableSchema) -> TableEntry:
-        constraints = [
-            Constraint(schema.name, name, expression, schema.value) for name, expression in schema.constraints.items()
-        ]
+        codec = RowCodec(schema.name, schema.value)
         prefix = table_prefix(schema.table_id)
         return TableEntry(
             schema,
             prefix,
             bytes_after(prefix) or prefix,
-            constraints,
+            TableConstraints(schema, codec),
             KeyCodec(schema.name, schema.key),
-            RowCodec(schema.name, schema.value),
+            codec,
             FewKeys(schema.key),
             FewValues(schema.value),
         )
@@ -84,8 +74,7 @@ class TableEntry:
 
     def _check_rows(self, keys: Binary, values: Binary) -> None:
         if self._are_right(keys, values):
-            if self.constraints:
-                self.check(arrayed(values))
+            self.constraints.check(values)
             return
         name = self.schema.name
         if len(keys) != len(values):
@@ -99,8 +88,7 @@ class TableEntry:
                 table=name,
             )
         self._check_form(keys, values)
-        if self.constraints:
-            self.check(arrayed(values))
+        self.constraints.check(values)
 
     def _check_form(self, keys: Binary, values: Binary) -> None:
         try:
@@ -119,16 +107,6 @@ class TableEntry:
         if not begin.startswith(self.prefix) or end is None or not self.prefix <= end <= self.end:
             name = self.schema.name
             raise BadInput(f"table {name!r}: a range of keys that are not of this table", table=name)
-
-    def check(self, values: pa.BinaryArray) -> None:
-        """Raises ``ConstraintViolated`` for the first written row that breaks a constraint."""
-        if not self.constraints:
-            return
-        written = values.drop_null()
-        if len(written):
-            rows = pa.RecordBatch.from_arrays(self.codec.decode(written), schema=self.schema.value)
-            for constraint in self.constraints:
-                constraint.check(rows)
 
 
 @dataclass(slots=True)

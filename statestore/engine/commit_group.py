@@ -3,41 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
-
-import pyarrow as pa
 
 from shuffle.errors import ShuffleError
 from shuffle.statestore.engine.catalogue import CatalogueStep
 from shuffle.statestore.engine.ordered_table import PartitionPlan
-from shuffle.statestore.engine.storage import Pairs
-from shuffle.statestore.request import Committed
+from shuffle.statestore.request import Committed, Pairs
 
 GROUP_COMMITS_MAX = 1024
 """Commits in one group: enough to keep the disk busy, few enough that the first of them does not wait long."""
-
-
-@dataclass(slots=True)
-class Span:
-    """Neighbouring records of one segment: the answer to a read of a queue."""
-
-    file: str
-    offset: int
-    """Of the first record in the file."""
-    ends: list[int]
-    """Where each record ends, counted from the first one's start."""
-    segment_begin: int
-    """The position of the segment's row 0: records count their rows from there."""
-    end: int
-    """The position after the last row of the records."""
-
-    @property
-    def size_bytes(self) -> int:
-        return self.ends[-1]
-
-    def split(self, data: pa.Buffer) -> list[pa.Buffer]:
-        """The records, out of the bytes that they lie in side by side."""
-        return [data.slice(begin, end - begin) for begin, end in pairwise([0, *self.ends])]
 
 
 @dataclass(slots=True)

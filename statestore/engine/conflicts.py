@@ -14,21 +14,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from shuffle.statestore.key_range import KeyRange
 
 HISTORY_KEYS_MAX = 2_000_000
 """About 200 bytes a key in CPython: some 400 MB while a transaction stays open under full load; then it is refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeyRange:
-    """``begin <= key < end``; an ``end`` of None is unbounded."""
-
-    begin: bytes
-    end: bytes | None
-
-    def contains(self, key: bytes) -> bool:
-        return self.begin <= key and (self.end is None or key < self.end)
 
 
 class _Commit:
@@ -59,11 +49,6 @@ class ConflictHistory:
         self._keys_count = 0
         self._commits: deque[_Commit] = deque()
         self._last_write: dict[bytes, int] = {}
-
-    @property
-    def floor(self) -> int:
-        """The oldest version at which a transaction may have read and still be checked."""
-        return self._floor
 
     @property
     def keys_count(self) -> int:

@@ -21,12 +21,13 @@ from shuffle.errors import BadInput, DiskFull, OutOfRange, ShuffleError, StoreEr
 from shuffle.errors import CommitConflict as Conflict
 from shuffle.limits import MIB, TRANSACTION_APPENDS_MAX, TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
 from shuffle.statestore.codec.arrow_bytes import listed, nulls_in
-from shuffle.statestore.engine.catalogue import CATALOGUE_PREFIX, Catalogue, CatalogueStep, table_prefix
-from shuffle.statestore.engine.commit_group import Checked, Group, Span
+from shuffle.statestore.codec.keys import table_prefix
+from shuffle.statestore.codec.segment import RecordIndex, encode_record, record_bytes
+from shuffle.statestore.engine.catalogue import CATALOGUE_PREFIX, Catalogue, CatalogueStep
+from shuffle.statestore.engine.commit_group import Checked, Group
 from shuffle.statestore.engine.conflicts import ConflictHistory
 from shuffle.statestore.engine.leftovers import clean_files, segment_name
 from shuffle.statestore.engine.ordered_table import FileWrite, Partition, PartitionPlan, partition_prefix, queue_prefix
-from shuffle.statestore.engine.segment import RecordIndex, encode_record, record_bytes
 from shuffle.statestore.engine.staged import StagedFiles
 from shuffle.statestore.engine.storage import KeyValues, KeyView, Segments
 from shuffle.statestore.request import (
@@ -40,6 +41,7 @@ from shuffle.statestore.request import (
     check_published_once,
     check_sequences,
 )
+from shuffle.statestore.store import Span
 from shuffle.support import crash_points
 from shuffle.support.logs import get_logger
 

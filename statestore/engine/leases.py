@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from shuffle.errors import BadInput, Expired, TooLarge
 from shuffle.limits import KIB, MIB, NAME_BYTES_MAX
+from shuffle.statestore.store import Member
 
 TTL_MS_MIN = 100
 """Shorter than this, a busy network alone makes members come and go."""
@@ -36,16 +37,6 @@ LEASES_MAX = 100_000
 
 ATTRIBUTES_IN_ALL_BYTES_MAX = 64 * MIB
 """Attributes of all members together: they are in memory alone."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """One member of a group, as others see it."""
-
-    name: str
-    """The name under which it has registered."""
-    attributes: Mapping[str, str]
-    """What it says about itself, for example its address."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from shuffle.errors import OutOfRange, SequenceError
 from shuffle.limits import MIB
-from shuffle.statestore.engine.segment import RecordIndex
+from shuffle.statestore.codec.segment import RecordIndex
 
 SEGMENT_BYTES_MAX = 64 * MIB
 """A segment is sealed beyond this. Trimming frees whole segments, so this is the granularity of what is given back."""

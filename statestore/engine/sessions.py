@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from shuffle.errors import BadInput, Expired, TooLarge
 from shuffle.statestore.store import Moment
 
-SESSION_TTL_MS_DEFAULT = 10_000
 SESSION_TTL_MS_MAX = 3_600_000
 MOMENTS_MAX = 10_000
 """Moments of one session: a client that holds more has forgotten to release them."""

@@ -13,11 +13,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from shuffle.errors import BadInput, CorruptData, DiskFull, Expired, TooLarge
-from shuffle.statestore.engine.segment import RecordIndex, decode_head, encode_record
+from shuffle.statestore.codec.segment import RecordIndex, decode_head, encode_record
 from shuffle.statestore.engine.storage import Segments
-
-STAGED_TTL_MS_DEFAULT = 3_600_000
-"""How long staged rows wait to be published: long enough for a failed driver to be restarted by hand."""
 
 STAGED_TTL_MS_MAX = 7 * 24 * 3_600_000
 """A week: rows that nobody has published by then are nobody's."""

@@ -8,9 +8,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from shuffle.errors import StoreUnavailable
-
-Pairs = tuple[Sequence[bytes], Sequence[bytes | None]]
-"""Keys, and the value of each; None deletes."""
+from shuffle.statestore.request import Pairs
 
 
 class KeyView(Protocol):

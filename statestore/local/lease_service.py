@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping
 
 from shuffle.limits import WAIT_MS_MAX
-from shuffle.statestore.engine.leases import LeaseTable, Member
+from shuffle.statestore.engine.leases import LeaseTable
+from shuffle.statestore.store import Member
 
 
 class WatchedLeases:

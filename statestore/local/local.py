@@ -31,21 +31,20 @@ from shuffle.errors import (
 from shuffle.limits import BATCH_BYTES_MAX, MIB, TRANSACTION_BYTES_MAX, WAIT_MS_MAX
 from shuffle.statestore.codec.arrow_bytes import Binary, listed
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
+from shuffle.statestore.codec.segment import decode_records
 from shuffle.statestore.engine.catalogue import QueueEntry, TableEntry
-from shuffle.statestore.engine.commit_group import Group, Span
-from shuffle.statestore.engine.leases import Member
-from shuffle.statestore.engine.segment import decode_records
+from shuffle.statestore.engine.commit_group import Group
 from shuffle.statestore.engine.storage import KeyView
 from shuffle.statestore.local.commit_queue import Awaited, CommitQueue, Pending
 from shuffle.statestore.local.lease_service import WatchedLeases
 from shuffle.statestore.local.opening import open_parts
 from shuffle.statestore.local.read_views import Moments
-from shuffle.statestore.local.segment_files import map_range
 from shuffle.statestore.local.store_folder import StoreFolder, folder_path
 from shuffle.statestore.request import Append, CatalogueChange, CommitRequest, Committed, counted
-from shuffle.statestore.store import Moment, QueueRead
+from shuffle.statestore.store import Member, Moment, QueueRead, Span
 from shuffle.support import crash_points
 from shuffle.support.logs import get_logger
+from shuffle.support.mapped_files import map_range
 from shuffle.support.vital_threads import start_vital
 
 SCAN_BYTES_MAX = 16 * MIB

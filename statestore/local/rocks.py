@@ -16,7 +16,7 @@ from rocksdict import AccessType, DBRecoveryMode, Options, Rdict, WriteBatch
 
 from shuffle.errors import CorruptData, DiskFull, StoreError, StoreLocked, StoreNotWritable
 from shuffle.limits import MIB
-from shuffle.statestore.local.segment_files import map_range
+from shuffle.support.mapped_files import map_range
 
 Pair = tuple[bytes, bytes]
 

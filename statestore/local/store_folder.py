@@ -13,15 +13,14 @@ The folder is for the user who runs the store, and nobody else: others ask the d
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import json
 import os
 import re
 from pathlib import Path
 
 from shuffle.errors import BadInput, CorruptData, FormatTooNew, StoreError, StoreLocked, StoreNotWritable
 from shuffle.statestore.local.marker import PRIVATE_FILE, write_whole
+from shuffle.statestore.wire import announcement
 from shuffle.support.logs import get_logger
 
 FORMAT = 2
@@ -29,19 +28,25 @@ FORMAT = 2
 
 PRIVATE_FOLDER = 0o700
 
-_PARTS = {"LOCK", "FORMAT", "STORE", "rocks", "segments", "set_aside", "daemon.json", "logs"}
+_PARTS = {"LOCK", "FORMAT", "STORE", "rocks", "segments", "set_aside", announcement.FILE, "logs"}
 """What there is in the folder of a store; ``logs`` are those of the processes of a job."""
 
 _log = get_logger("shuffle.statestore.local.store_folder")
 
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/|(file):")
+
+
+def scheme_of(text: str) -> str | None:
+    """The scheme of an address; None for the path of a folder."""
+    match = _SCHEME.match(text)
+    return (match[1] or match[2]) if match is not None else None
 
 
 def folder_path(folder: str | os.PathLike[str]) -> Path:
     """``folder`` as an absolute path; ``BadInput`` for an address, of which a folder ``http:`` would be made else."""
     text = os.fspath(folder)
-    if _SCHEME.match(text):
+    if scheme_of(text) is not None:
         raise BadInput(
             f"{text!r} is an address, and a folder is needed here; a store that is served is reached with "
             "StateClient.connect('grpc://host:port')",
@@ -85,14 +90,10 @@ class StoreFolder:
 
     def announce(self, address: str) -> None:
         """Leave the daemon's address for ``StateClient.open``, whole or not at all."""
-        written = self.path / "daemon.json.new"
-        written.touch(PRIVATE_FILE)
-        written.write_text(json.dumps({"address": address, "pid": os.getpid()}))
-        written.replace(self.path / "daemon.json")
+        announcement.announce(self.path, address, PRIVATE_FILE)
 
     def withdraw(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            (self.path / "daemon.json").unlink()
+        announcement.withdraw(self.path)
 
     def close(self) -> None:
         os.close(self._lock)
@@ -183,12 +184,3 @@ def is_open(path: Path) -> bool:
     finally:
         os.close(lock)
     return False
-
-
-def served_at(path: Path) -> str | None:
-    """The address that a daemon left in the folder. It may be gone by now."""
-    try:
-        found = json.loads((path / "daemon.json").read_text())
-        return str(found["address"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

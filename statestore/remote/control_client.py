@@ -29,7 +29,6 @@ class StoreInfo:
     flight_address: str
     folder: str
     store_id: str
-    version: str
     lane_address: str
     lane_local_name: str
 

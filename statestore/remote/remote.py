@@ -17,21 +17,18 @@ from shuffle.errors import BadInput, CommitUnknown, Expired, ShuffleError, Store
 from shuffle.limits import MIB, WAIT_MS_MAX
 from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
-from shuffle.statestore.engine.commit_group import Span
-from shuffle.statestore.engine.leases import Member
-from shuffle.statestore.engine.sessions import SESSION_TTL_MS_DEFAULT
-from shuffle.statestore.local.segment_files import map_range
-from shuffle.statestore.local.store_folder import served_at
 from shuffle.statestore.remote.control_client import ControlClient, StoreInfo
 from shuffle.statestore.remote.flight_client import FlightClient
 from shuffle.statestore.remote.lane_client import LaneAddress, LaneClient
 from shuffle.statestore.remote.read_ahead import ReadAhead
 from shuffle.statestore.remote.transport import NothingSent, ReadRequest, ReadResponse, Response, Transports
 from shuffle.statestore.request import CatalogueChange, CommitRequest, Committed, CreateQueue, CreateTable
-from shuffle.statestore.store import Moment, QueueRead
+from shuffle.statestore.store import SESSION_TTL_MS_DEFAULT, Member, Moment, QueueRead, Span
+from shuffle.statestore.wire.announcement import served_at
 from shuffle.statestore.wire.messages import Header, Rows, as_values, encode_commit, pack_sections, rows_of
 from shuffle.support import flight
 from shuffle.support.endpoint import Endpoint
+from shuffle.support.mapped_files import map_range
 from shuffle.support.vital_threads import start_vital
 
 T = TypeVar("T")

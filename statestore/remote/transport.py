@@ -13,7 +13,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from shuffle.statestore.engine.segment import decode_records, split_records
+from shuffle.statestore.codec.segment import decode_records, split_records
 from shuffle.statestore.store import QueueRead
 from shuffle.statestore.wire.lane_frames import is_small
 from shuffle.statestore.wire.messages import Header, Rows

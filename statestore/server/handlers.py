@@ -21,13 +21,11 @@ from shuffle.errors import (
 )
 from shuffle.limits import MIB
 from shuffle.statestore.codec.arrow_bytes import listed, nulls_in
-from shuffle.statestore.engine.commit_group import Span
 from shuffle.statestore.local.local import LocalStore
-from shuffle.statestore.local.segment_files import map_range, read_range
 from shuffle.statestore.request import CommitRequest, Committed
 from shuffle.statestore.server.metrics import StoreMetrics
 from shuffle.statestore.server.session_registry import SessionRegistry
-from shuffle.statestore.store import Moment
+from shuffle.statestore.store import Moment, Span
 from shuffle.statestore.wire.messages import (
     Header,
     Rows,
@@ -38,6 +36,7 @@ from shuffle.statestore.wire.messages import (
     unpack_sections,
 )
 from shuffle.support.logs import get_logger
+from shuffle.support.mapped_files import map_range, read_range
 
 Response = tuple[Header, Rows | None]
 

@@ -38,14 +38,13 @@ from typing import Any
 
 from shuffle.errors import BadInput, ShuffleError, TooLarge
 from shuffle.limits import KIB
-from shuffle.statestore.engine.commit_group import Span
 from shuffle.statestore.local.commit_queue import Pending
 from shuffle.statestore.local.local import LocalStore
 from shuffle.statestore.request import CommitRequest, Committed
 from shuffle.statestore.server.file_sender import FileSend, Progress
 from shuffle.statestore.server.handlers import Handlers, Request
 from shuffle.statestore.server.lane_connections import Connection, Connections, Poll, peer_of
-from shuffle.statestore.store import Moment
+from shuffle.statestore.store import Moment, Span
 from shuffle.statestore.wire.lane_frames import (
     GREETING,
     REQUEST_BYTES_MAX,

@@ -31,7 +31,7 @@ import pyarrow as pa
 from shuffle.errors import BadInput, TooLarge
 from shuffle.limits import KIB, SECTIONS_BYTES_MAX, TICKET_BYTES_MAX, TRANSACTION_BYTES_MAX
 from shuffle.statestore.codec.arrow_bytes import Binary, arrayed, bytes_of, listed, no_values, nulls_in
-from shuffle.statestore.engine.conflicts import KeyRange
+from shuffle.statestore.key_range import KeyRange
 from shuffle.statestore.request import Append, CommitRequest, Expect, Publish, Reads, TableWrite, Trim
 from shuffle.statestore.wire.operations import SECTIONS, check_section
 from shuffle.support.fields import parse_json, shown

@@ -92,7 +92,7 @@ def test_oversized_key_and_value_are_refused_by_row(client: StateClient, table: 
 
 def test_oversized_batch_is_refused(client: StateClient, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row cannot be cut into smaller batches."""
-    monkeypatch.setattr("shuffle.statestore.client.client.BATCH_BYTES_MAX", 1_000_000)
+    monkeypatch.setattr("shuffle.statestore.client.queue.BATCH_BYTES_MAX", 1_000_000)
     name = new_name("blobs")
     blobs = client.create_queue(name, schema=pa.schema([("b", pa.binary())]), partitions=1)
     large = pa.table({"b": [bytes(1_000_000)]})

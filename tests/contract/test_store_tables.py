@@ -104,6 +104,42 @@ def test_lookup_keeps_the_order_of_the_keys_and_leaves_out_missing_ones(client: 
     assert client.lookup(table, keys()).num_rows == 0
 
 
+def test_cached_lookup_follows_the_row_and_decodes_it_only_when_it_changed(
+    client: StateClient, other: StateClient, table: str
+) -> None:
+    assert client.cached_lookup(table, ("a", 1)).num_rows == 0
+    for balance in (10, 20):
+        write(other, table, ("a", 1, balance), ("a", 2, 0))
+        found = client.cached_lookup(table, ("a", 1))
+        assert found == client.lookup(table, keys(("a", 1)))
+        assert balances(found) == [("a", 1, balance)]
+        write(other, table, ("a", 1, balance), ("a", 2, 1))
+        assert client.cached_lookup(table, ["a", 1]) is found, "the same bytes were not decoded again"
+    with other.transaction() as tx:
+        tx.delete(table, keys(("a", 1)))
+        tx.commit()
+    assert client.cached_lookup(table, ("a", 1)).num_rows == 0
+
+
+def test_cached_lookup_notices_a_table_that_was_created_anew(client: StateClient, other: StateClient) -> None:
+    name = new_name("anew")
+    for value in (1, 2):
+        other.create_table(name, key=pa.schema([("k", pa.int64())]), value=pa.schema([("v", pa.int64())]))
+        with other.transaction() as tx:
+            tx.write(name, pa.table({"k": [7], "v": [value]}))
+            tx.commit()
+        assert client.cached_lookup(name, (7,)).to_pylist() == [{"k": 7, "v": value}]
+        other.drop_table(name)
+    with pytest.raises(UnknownTable):
+        client.cached_lookup(name, (7,))
+
+
+@pytest.mark.parametrize("key", [(), ("a",), ("a", 1, 2), ("a", "b"), (1, 1), ("a", None), ("a", 2**64)])
+def test_cached_lookup_of_what_is_no_key_is_refused(client: StateClient, table: str, key: tuple[object, ...]) -> None:
+    with pytest.raises(BadInput):
+        client.cached_lookup(table, key)
+
+
 def test_write_replaces_and_delete_removes(client: StateClient, table: str) -> None:
     write(client, table, ("a", 1, 10), ("a", 2, 20))
     with client.transaction() as tx:

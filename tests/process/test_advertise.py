@@ -15,11 +15,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from shuffle.discovery import arrange_mappers, mappers_group
+from shuffle.discovery import arrange_mappers
+from shuffle.durable.tables import mappers_group
 from shuffle.ids import MapperIndex
 from shuffle.statestore import StateClient
-from shuffle.statestore.local.store_folder import served_at
 from shuffle.statestore.remote.control_client import ControlClient
+from shuffle.statestore.wire.announcement import served_at
 from shuffle.support import flight
 from shuffle.support.endpoint import Endpoint
 from tests.daemons import ROOT, StoreProcess, run_store, wait_until

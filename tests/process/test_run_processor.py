@@ -17,7 +17,7 @@ import pytest
 
 from shuffle.errors import ShuffleError
 from shuffle.statestore import StateClient
-from shuffle.statestore.local.store_folder import served_at
+from shuffle.statestore.wire.announcement import served_at
 from tests.waiting import WAIT_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

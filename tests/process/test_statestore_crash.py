@@ -238,7 +238,7 @@ def test_second_process_on_the_same_folder_is_refused(tmp_path: Path) -> None:
 def test_folder_in_use_by_a_process_that_serves_nobody_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shuffle.statestore.client.client._OPEN_WAIT_S", 0.2)
+    monkeypatch.setattr("shuffle.statestore.client.open_store._OPEN_WAIT_S", 0.2)
     with StateClient.open(tmp_path / "state"), pytest.raises(StoreLocked, match=f"pid {os.getpid()}"):
         StateClient.open(tmp_path / "state")
 

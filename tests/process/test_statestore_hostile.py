@@ -15,8 +15,9 @@ import pytest
 
 from shuffle.errors import BadInput, CommitConflict, ShuffleError, from_wire
 from shuffle.statestore import StateClient
+from shuffle.statestore.codec.keys import table_prefix
 from shuffle.statestore.codec.sorted_table import Table
-from shuffle.statestore.engine.catalogue import CATALOGUE_PREFIX, table_prefix
+from shuffle.statestore.engine.catalogue import CATALOGUE_PREFIX
 from shuffle.statestore.wire.lane_frames import encode_frame
 from shuffle.statestore.wire.messages import (
     EXCHANGE,

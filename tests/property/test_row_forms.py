@@ -63,7 +63,7 @@ def damage(draw: st.DrawFn, data: bytes) -> bytes:
 @settings(max_examples=300, deadline=None)
 def test_keys_are_right_exactly_if_they_are_those_of_rows(batch: pa.RecordBatch, data: st.DataObject) -> None:
     codec = KeyCodec("t", batch.schema)
-    keys = prefixed(codec.encode(batch), PREFIX).to_pylist()
+    keys = prefixed(codec.encode_columns(batch.columns), PREFIX).to_pylist()
     assert keys_are_right(batch.schema, *keys)
     assume(keys)
     damaged = PREFIX + data.draw(damage(keys[0][len(PREFIX) :]))
@@ -77,7 +77,7 @@ def test_keys_are_right_exactly_if_they_are_those_of_rows(batch: pa.RecordBatch,
 @settings(max_examples=300, deadline=None)
 def test_values_are_right_exactly_if_they_are_those_of_rows(batch: pa.RecordBatch, data: st.DataObject) -> None:
     codec = RowCodec("t", batch.schema)
-    values = codec.encode(batch).to_pylist()
+    values = codec.encode_columns(batch.columns, batch.num_rows).to_pylist()
     assert values_are_right(batch.schema, *values)
     assume(values)
     damaged = data.draw(damage(values[0]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shuffle.statestore.engine.leases import Member
+from shuffle.statestore.store import Member
 from tests.sim import kernel
 from tests.sim.kernel import World
 

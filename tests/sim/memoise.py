@@ -15,7 +15,7 @@ import pyarrow as pa
 import shuffle.durable.mapper_state
 import shuffle.mapper.ingest
 import shuffle.mapper.trim
-import shuffle.statestore.client.client
+import shuffle.statestore.client.handles
 from shuffle.durable.reducer_state import ReducerState
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.codec.sorted_table import Table
@@ -73,8 +73,8 @@ def _remember_schemas() -> None:
         entry.of = staticmethod(  # type: ignore[method-assign]
             lambda schema, make=make: _of_schema(make, schema)
         )
-    client: Any = shuffle.statestore.client.client
-    client.Table = lambda schema: _of_schema(Table, schema)
+    handles: Any = shuffle.statestore.client.handles
+    handles.Table = lambda schema: _of_schema(Table, schema)
 
 
 def _of_schema(make: Callable[[Any], Any], schema: Any) -> Any:

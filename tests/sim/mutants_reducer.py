@@ -17,7 +17,6 @@ from shuffle.reducer.core import ReducerCore as _Core
 from shuffle.reducer.core import Settled as _Settled
 from shuffle.reducer.fetch import Choice as _Choice
 from shuffle.reducer.reduce import ReduceStage as _Stage
-from shuffle.reducer.row_cache import KnowingTransaction as _KnowingTransaction
 from shuffle.reducer.row_cache import KnownRows as _KnownRows
 from shuffle.statestore.client.transaction import Transaction as _Transaction
 from shuffle.statestore.codec.arrow_bytes import listed as _listed
@@ -120,28 +119,31 @@ def conflict_taken_for_committed(patch: Any) -> None:
 
 def known_rows_neither_expected_nor_forgotten(patch: Any) -> None:
     """The state kept between commits outlives the conflict that says it is not true any more."""
-    patch(_KnowingTransaction, "_get", _get_without_expecting)
+    patch(_Transaction, "_get_through", _get_without_expecting)
     patch(_KnownRows, "forget", lambda self: False)
 
 
 def known_rows_learnt_before_the_answer(patch: Any) -> None:
-    def commit(self: Any) -> Any:
-        for write in self._request.writes:
-            self._seen.update(zip(_listed(write.keys), _listed(write.values), strict=True))
-        self._known.learn(self._seen)
-        return _Transaction.commit(self)
+    original = _Transaction.commit
 
-    patch(_KnowingTransaction, "commit", commit)
-    patch(_KnowingTransaction, "_get", _get_without_expecting)
+    def commit(self: Any) -> Any:
+        if self._cache is not None:
+            for write in self._request.writes:
+                self._seen.update(zip(_listed(write.keys), _listed(write.values), strict=True))
+            self._cache.learn(self._seen)
+        return original(self)
+
+    patch(_Transaction, "commit", commit)
+    patch(_Transaction, "_get_through", _get_without_expecting)
     patch(_KnownRows, "forget", lambda self: False)
 
 
-_get_expecting = _KnowingTransaction._get
+_get_expecting = _Transaction._get_through
 
 
-def _get_without_expecting(self: Any, table: Any, keys: Any) -> Any:
+def _get_without_expecting(self: Any, cache: Any, table: Any, keys: Any) -> Any:
     expected = len(self._request.expects)
-    values = _get_expecting(self, table, keys)
+    values = _get_expecting(self, cache, table, keys)
     del self._request.expects[expected:]
     return values
 

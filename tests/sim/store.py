@@ -18,10 +18,9 @@ import shuffle.statestore.local.opening
 from shuffle.errors import CommitConflict, CommitUnknown, Expired, ShuffleError, StoreUnavailable
 from shuffle.statestore.codec.arrow_bytes import Binary
 from shuffle.statestore.codec.schema import QueueSchema
-from shuffle.statestore.engine.leases import Member
 from shuffle.statestore.request import CatalogueChange, CommitRequest, Committed
 from shuffle.statestore.server.session_registry import SessionRegistry
-from shuffle.statestore.store import Moment, QueueRead
+from shuffle.statestore.store import Member, Moment, QueueRead
 from tests.sim import kernel
 from tests.sim.disk import Disk, SimKeys, SimMarker, SimSegments, sim_folder
 from tests.sim.kernel import Process, World

@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from shuffle.statestore import StateClient
-from shuffle.statestore.local.store_folder import served_at
+from shuffle.statestore.wire.announcement import served_at
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -21,8 +21,8 @@ from shuffle.errors import (
 from shuffle.statestore.codec.schema import TableSchema
 from shuffle.statestore.codec.sorted_table import Table
 from shuffle.statestore.engine import engine as engine_module
-from shuffle.statestore.engine.conflicts import KeyRange
 from shuffle.statestore.engine.engine import Engine
+from shuffle.statestore.key_range import KeyRange
 from shuffle.statestore.request import (
     Append,
     CommitRequest,
@@ -198,7 +198,7 @@ def test_commits_that_make_no_sense_are_refused_each_for_itself(opened: Callable
 def test_sizes_are_bounded(opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened()
     table, queue_id = store.create()
-    monkeypatch.setattr("shuffle.statestore.engine.segment.BATCH_BYTES_MAX", 100)
+    monkeypatch.setattr("shuffle.statestore.codec.segment.BATCH_BYTES_MAX", 100)
     with pytest.raises(TooLarge) as caught:
         store.commit(append(queue_id, 0, *range(50)))
     assert (caught.value.queue, caught.value.limit) == ("q", 100)

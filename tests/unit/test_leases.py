@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shuffle.errors import BadInput, Expired, TooLarge
 from shuffle.statestore.engine import leases as leases_module
-from shuffle.statestore.engine.leases import ATTRIBUTES_BYTES_MAX, TTL_MS_MAX, TTL_MS_MIN, LeaseTable, Member
+from shuffle.statestore.engine.leases import ATTRIBUTES_BYTES_MAX, TTL_MS_MAX, TTL_MS_MIN, LeaseTable
+from shuffle.statestore.store import Member
 
 
 def names(table: LeaseTable, group: str, now_ms: int) -> list[str]:

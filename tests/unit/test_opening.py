@@ -397,7 +397,7 @@ def test_store_of_another_user_is_refused_in_one_line(state: Path) -> None:
     LocalStore(state).close()
     os.seteuid(65534)
     try:
-        for attempt in (StateClient.open, commands.open_store):
+        for attempt in (StateClient.open, commands.open_existing):
             with pytest.raises(StoreNotWritable, match="Permission denied"):
                 attempt(str(state))
     finally:

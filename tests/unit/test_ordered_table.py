@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shuffle.errors import OutOfRange, SequenceError
+from shuffle.statestore.codec.segment import RecordIndex
 from shuffle.statestore.engine import ordered_table
 from shuffle.statestore.engine.ordered_table import (
     PRODUCER_SEQUENCES_MAX,
@@ -13,7 +14,6 @@ from shuffle.statestore.engine.ordered_table import (
     partition_prefix,
     queue_prefix,
 )
-from shuffle.statestore.engine.segment import RecordIndex
 
 HEADER_BYTES = 64
 RECORD_BYTES = 100

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shuffle.statestore.client import scan
 from shuffle.statestore.client.scan import Chunk, FetchChunk, overlaid, scan_chunks, split_ranges
-from shuffle.statestore.engine.conflicts import KeyRange
+from shuffle.statestore.key_range import KeyRange
 
 KEYS = st.binary(max_size=2)
 

@@ -10,7 +10,10 @@ import pyarrow as pa
 import pytest
 
 from shuffle.errors import BadInput, CorruptData, NullKey, SchemaMismatch, ShuffleError, TooLarge
+from shuffle.statestore.codec.arrow_bytes import listed
 from shuffle.statestore.codec.schema import COLUMNS_MAX, PARTITIONS_MAX, QueueSchema, TableSchema, conform
+from shuffle.statestore.codec.small_batch import FEW_ROWS
+from shuffle.statestore.codec.sorted_table import Table
 
 KEY = pa.schema([("user", pa.string()), ("day", pa.date32())])
 VALUE = pa.schema(
@@ -183,19 +186,20 @@ def test_conform_refuses_what_is_not_arrow() -> None:
         conform({"a": [1]}, pa.schema([("a", pa.int64())]), "t")
 
 
-def test_conform_rows_splits_key_and_value_and_refuses_null_keys() -> None:
+def test_row_columns_are_keys_then_values_and_refuse_null_keys() -> None:
     schema = TableSchema("t", pa.schema([("k", pa.int64())]), pa.schema([("v", pa.string())]))
-    keys, values = schema.conform_rows(pa.table({"v": ["x", None], "k": [1, 2]}))
-    assert (keys.to_pylist(), values.to_pylist()) == ([{"k": 1}, {"k": 2}], [{"v": "x"}, {"v": None}])
+    columns = schema.row_columns(pa.table({"v": ["x", None], "k": [1, 2]}))
+    assert [column.to_pylist() for column in columns] == [[1, 2], ["x", None]]
     with pytest.raises(NullKey, match="row 1") as caught:
-        schema.conform_rows(pa.table({"v": ["x", None], "k": [1, None]}))
+        schema.row_columns(pa.table({"v": ["x", None], "k": [1, None]}))
     assert (caught.value.table, caught.value.column, caught.value.row) == ("t", "k", 1)
     with pytest.raises(SchemaMismatch, match="'v'"):
         schema.conform_keys(pa.table({"v": ["x"], "k": [1]}))
 
 
-def test_conform_rows_of_a_table_without_values_keeps_the_count() -> None:
+def test_rows_of_a_table_without_values_are_encoded_as_such() -> None:
     schema = TableSchema("t", pa.schema([("k", pa.int64())]), pa.schema([]))
     schema.validate()
-    keys, values = schema.conform_rows(pa.table({"k": [1, 2, 3]}))
-    assert (keys.num_rows, values.num_rows, values.num_columns) == (3, 3, 0)
+    for count in (3, FEW_ROWS + 1):
+        keys, values = Table(schema).encode_rows(pa.table({"k": range(count)}))
+        assert (len(keys), listed(values)) == (count, [b""] * count)

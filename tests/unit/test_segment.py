@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shuffle.errors import BadInput, CorruptData, FormatTooNew, SchemaMismatch, TooLarge
-from shuffle.statestore.engine.segment import (
+from shuffle.statestore.codec.segment import (
     RECORD_HEAD_BYTES,
     RecordIndex,
     checked_rows,
@@ -165,11 +165,11 @@ def test_batches_of_every_type_of_a_queue_are_taken_in(column: pa.Array) -> None
 def test_batch_of_too_many_bytes_or_rows_is_not_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = batch(0, 100).serialize()
     assert checked_rows(rows, SCHEMA, [0]) == 100
-    monkeypatch.setattr("shuffle.statestore.engine.segment.BATCH_ROWS_MAX", 99)
+    monkeypatch.setattr("shuffle.statestore.codec.segment.BATCH_ROWS_MAX", 99)
     with pytest.raises(TooLarge) as caught:
         checked_rows(rows, SCHEMA, [0])
     assert caught.value.limit == 99
-    monkeypatch.setattr("shuffle.statestore.engine.segment.BATCH_BYTES_MAX", 99)
+    monkeypatch.setattr("shuffle.statestore.codec.segment.BATCH_BYTES_MAX", 99)
     with pytest.raises(TooLarge, match="bytes"):
         checked_rows(rows, SCHEMA, [0])
 

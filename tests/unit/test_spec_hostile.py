@@ -12,6 +12,7 @@ from shuffle.errors import BadInput, SpecError
 from shuffle.spec.config import load_spec
 from shuffle.spec.yaml_file import DEPTH_MAX, SPEC_BYTES_MAX
 from shuffle.statestore import StateClient
+from shuffle.statestore.local.local import LocalStore
 from shuffle.statestore.server.daemon import main as statestore
 
 SPEC = """\
@@ -106,10 +107,9 @@ def test_address_is_not_taken_for_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], address: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadInput, match="is an address, and a folder is needed here"):
-        StateClient.open(address)
-    with pytest.raises(BadInput, match="is an address, and a folder is needed here"):
-        StateClient.open(Path(address))
+    for given in (address, Path(address)):
+        with pytest.raises(BadInput, match="is an address, and a folder is needed here"):
+            LocalStore(given)
     with pytest.raises(SystemExit) as ended:
         statestore(["--path", address])
     assert ended.value.code == 2
@@ -117,8 +117,14 @@ def test_address_is_not_taken_for_a_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_address_of_another_kind_is_no_store(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(BadInput, match="it looks like grpc://host:port"):
-        StateClient.connect("http://host:7070")
+@pytest.mark.parametrize("address", ["http://host:7070", "postgresql://host/db", "http:/host", Path("grpc://host:1")])
+def test_address_of_another_kind_is_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], address: str | Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for opener in (StateClient.open, StateClient.connect):
+        with pytest.raises(BadInput, match="it looks like grpc://host:port, and a store that no daemon serves"):
+            opener(address)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
     assert cli.main(["state", "ls", "http://host:7070"]) == 2
     assert "it looks like grpc://host:port" in capsys.readouterr().err

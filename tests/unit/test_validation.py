@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shuffle.statestore.engine.conflicts import ConflictHistory, KeyRange
+from shuffle.statestore.engine.conflicts import ConflictHistory
+from shuffle.statestore.key_range import KeyRange
 
 
 def history(*commits: list[bytes], keys_max: int = 1000) -> ConflictHistory:
@@ -64,7 +65,6 @@ def test_commits_below_every_open_transaction_are_forgotten() -> None:
     found = history([b"a"], [b"b"], [b"c"])
     found.forget_before(2)
     assert found.keys_count == 1
-    assert found.floor == 2
     assert found.conflict(2, [b"c"], []) is not None
     assert found.conflict(2, [b"a", b"b"], []) is None
     assert found.conflict(1, [], []) is not None, "what it read can no longer be checked"
@@ -82,7 +82,6 @@ def test_forgetting_keeps_newer_writes_of_the_same_key() -> None:
 def test_memory_is_bounded_by_forgetting_the_oldest() -> None:
     found = history([b"a", b"b"], [b"c"], [b"d"], keys_max=2)
     assert found.keys_count == 2
-    assert found.floor == 1
     assert found.conflict(1, [b"c"], []) is not None
     assert "only remembered since version 1" in str(found.conflict(0, [b"z"], []))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shuffle.errors import BadInput, TooLarge
 from shuffle.limits import TICKET_BYTES_MAX
 from shuffle.statestore.codec.arrow_bytes import listed
-from shuffle.statestore.engine.conflicts import KeyRange
+from shuffle.statestore.key_range import KeyRange
 from shuffle.statestore.request import Append, CommitRequest, Expect, Publish, Reads, TableWrite, Trim
 from shuffle.statestore.wire.lane_frames import REQUEST_BYTES_MAX, decode_frame, encode_frame, frame_bytes, is_small
 from shuffle.statestore.wire.messages import (

@@ -11,20 +11,18 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoReply(_message.Message):
-    __slots__ = ("flight_address", "folder", "store_id", "version", "lane_address", "lane_local_name")
+    __slots__ = ("flight_address", "folder", "store_id", "lane_address", "lane_local_name")
     FLIGHT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
     LANE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LANE_LOCAL_NAME_FIELD_NUMBER: _ClassVar[int]
     flight_address: str
     folder: str
     store_id: str
-    version: str
     lane_address: str
     lane_local_name: str
-    def __init__(self, flight_address: _Optional[str] = ..., folder: _Optional[str] = ..., store_id: _Optional[str] = ..., version: _Optional[str] = ..., lane_address: _Optional[str] = ..., lane_local_name: _Optional[str] = ...) -> None: ...
+    def __init__(self, flight_address: _Optional[str] = ..., folder: _Optional[str] = ..., store_id: _Optional[str] = ..., lane_address: _Optional[str] = ..., lane_local_name: _Optional[str] = ...) -> None: ...
 
 class ListTablesRequest(_message.Message):
     __slots__ = ()

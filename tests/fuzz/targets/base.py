@@ -6,8 +6,8 @@ import json
 import random
 from typing import Any, Protocol
 
+from shuffle.statestore.codec.keys import table_prefix
 from shuffle.statestore.codec.small_batch import FewKeys, FewValues
-from shuffle.statestore.engine.catalogue import table_prefix
 from shuffle.statestore.wire.messages import Header
 from tests.fuzz import arrow
 from tests.fuzz.findings import Outcome, Problem

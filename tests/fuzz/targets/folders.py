@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from shuffle.errors import ShuffleError
 from shuffle.statestore import StateClient
-from shuffle.statestore.engine.segment import RecordIndex, decode_batch
+from shuffle.statestore.codec.segment import RecordIndex, decode_batch
 from shuffle.statestore.local.local import LocalStore
 from tests.fuzz.findings import Outcome, Problem
 from tests.fuzz.mutate import damaged

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from shuffle.errors import BadInput, TooLarge
-from shuffle.statestore.engine.catalogue import table_prefix
+from shuffle.statestore.codec.keys import table_prefix
 from shuffle.statestore.wire.lane_frames import GREETING, decode_frame, encode_frame, frame_bytes, local_address
 from shuffle.statestore.wire.messages import Header
 from tests.fuzz import arrow, calls

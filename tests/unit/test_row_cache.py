@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from shuffle.errors import CommitConflict
-from shuffle.reducer.row_cache import KEYS_MAX, KnowingClient, KnownRows
+from shuffle.reducer.row_cache import KEYS_MAX, KnownRows
 from shuffle.statestore import StateClient, Transaction
 
 KEY = pa.schema([pa.field("name", pa.string(), nullable=False)])
@@ -52,7 +52,7 @@ def read_and_write(client: StateClient, *read: str, **sums: int) -> dict[str, in
 
 def test_known_rows_are_learnt_from_what_a_commit_read_and_wrote(store: StateClient) -> None:
     known = KnownRows()
-    knowing = KnowingClient(store, known)
+    knowing = store.with_row_cache(known)
     write(store, a=1)
     assert read_and_write(knowing, "a", "b", c=3) == {"a": 1}
     assert len(known) == 3, "a and b were read, b as missing; c was written"
@@ -63,7 +63,7 @@ def test_known_rows_are_learnt_from_what_a_commit_read_and_wrote(store: StateCli
 
 def test_known_rows_are_not_learnt_without_a_commit(store: StateClient) -> None:
     known = KnownRows()
-    with KnowingClient(store, known).transaction() as transaction:
+    with store.with_row_cache(known).transaction() as transaction:
         assert seen(transaction, "a") == {}
         transaction.write("totals", rows(a=1))
         assert seen(transaction, "a") == {"a": 1}, "its own writes it sees all the same"
@@ -75,7 +75,7 @@ def test_known_row_that_somebody_else_has_written_is_a_conflict_and_forgotten(
     store: StateClient, before: dict[str, int]
 ) -> None:
     known = KnownRows()
-    knowing = KnowingClient(store, known)
+    knowing = store.with_row_cache(known)
     write(store, **{"other": 0, **before})
     assert read_and_write(knowing, "a", b=1) == before
     write(store, a=100)
@@ -86,7 +86,7 @@ def test_known_row_that_somebody_else_has_written_is_a_conflict_and_forgotten(
 
 
 def test_known_rows_and_others_in_one_lookup_keep_the_order_of_the_keys(store: StateClient) -> None:
-    knowing = KnowingClient(store, KnownRows())
+    knowing = store.with_row_cache(KnownRows())
     write(store, a=1, b=2, c=3)
     read_and_write(knowing, "b", d=4)
     with knowing.transaction() as transaction:
@@ -96,7 +96,7 @@ def test_known_rows_and_others_in_one_lookup_keep_the_order_of_the_keys(store: S
 
 def test_known_rows_are_forgotten_after_a_large_write(store: StateClient) -> None:
     known = KnownRows()
-    knowing = KnowingClient(store, known)
+    knowing = store.with_row_cache(known)
     read_and_write(knowing, "a", a=1)
     assert len(known) == 1
     read_and_write(knowing, **{f"k{i}": i for i in range(KEYS_MAX + 1)})

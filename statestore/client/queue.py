@@ -1,0 +1,189 @@
+"""Queues, as users and workers have them: appending to partitions, reading them, and trimming what is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pyarrow as pa
+
+from shuffle.errors import BadInput, TooLarge, UnknownTable
+from shuffle.limits import BATCH_BYTES_MAX, BATCH_ROWS_MAX, MIB
+from shuffle.statestore.codec.schema import QueueSchema
+from shuffle.statestore.request import Append, CommitRequest, Trim
+from shuffle.statestore.store import STAGED_TTL_MS_DEFAULT, Store
+from shuffle.statestore.wire.operations import check_section
+from shuffle.support.fields import whole
+
+READ_ROWS_DEFAULT = 65_536
+READ_BYTES_DEFAULT = 16 * MIB
+
+APPEND_BYTES_MAX = 4 * MIB
+"""Rows of one append are cut into batches of about this size: what a reader maps and decodes at once."""
+
+
+class Queue:
+    """A queue: rows in partitions, each row at a position that counts from 0 and never changes.
+
+    One that was dropped and created anew is another queue, with other rows at the same positions: a handle of the old
+    one says ``UnknownTable``, and ``StateClient.queue`` gives the new one.
+    """
+
+    def __init__(self, store: Store, description: QueueSchema, on_gone: Callable[[], None] = lambda: None) -> None:
+        """``on_gone`` is called when the store does not know the queue any more."""
+        self._store = store
+        self._description = description
+        self._on_gone = on_gone
+        self.queue_id = description.queue_id
+
+    @property
+    def name(self) -> str:
+        """The name of the queue."""
+        return self._description.name
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns of its rows."""
+        return self._description.schema
+
+    @property
+    def partitions(self) -> int:
+        """How many partitions it has; they are numbered from 0."""
+        return self._description.partitions
+
+    def append(
+        self,
+        partition: int,
+        rows: pa.Table | pa.RecordBatch,
+        producer: str | None = None,
+        sequence: int | None = None,
+    ) -> tuple[int, int]:
+        """Append rows durably; returns their positions, from ``begin`` up to and without ``end``.
+
+        With a ``producer`` and a ``sequence`` (which grows with each append), repeating an append whose answer was lost
+        is safe: it appears once, and both get the same answer.
+        """
+        append = self.encoded(partition, rows, producer, sequence)
+        with self._noticing():
+            return self._store.commit(CommitRequest(appends=[append])).appended[0]
+
+    def encoded(
+        self, partition: int, rows: pa.Table | pa.RecordBatch, producer: str | None, sequence: int | None
+    ) -> Append:
+        if (producer is None) != (sequence is None):
+            raise BadInput("producer and sequence go together: give both, or none")
+        partition, sequence = whole(partition), whole(sequence)
+        append = encoded_append(self.queue_id, partition, self._description.conform_rows(rows), producer, sequence)
+        check_section("append", self.queue_id, partition, len(append.payloads), producer, sequence)
+        self._check_sizes(append.payloads)
+        return append
+
+    def stage(self, rows: pa.Table | pa.RecordBatch, ttl_ms: int = STAGED_TTL_MS_DEFAULT) -> str:
+        """Write rows durably but invisibly; ``Transaction.publish`` makes them part of a partition.
+
+        Returns the id to publish. Rows that are not published within ``ttl_ms`` are removed.
+        """
+        encoded = payloads(self._description.conform_rows(rows))
+        self._check_sizes(encoded)
+        with self._noticing():
+            return self._store.stage(self.queue_id, encoded, ttl_ms)
+
+    def _check_sizes(self, encoded: list[pa.Buffer]) -> None:
+        """The store checks it again; here it is found before it travels."""
+        largest = max((payload.size for payload in encoded), default=0)
+        if largest > BATCH_BYTES_MAX:
+            raise TooLarge(
+                f"queue {self.name!r}: one row, or some rows of very different sizes, have {largest} bytes, more than "
+                f"{BATCH_BYTES_MAX}",
+                queue=self.name,
+                limit=BATCH_BYTES_MAX,
+            )
+
+    def discard(self, staged_id: str) -> None:
+        """Give up staged rows before their time is over."""
+        self._store.discard(staged_id)
+
+    def read(
+        self,
+        partition: int,
+        begin: int,
+        max_rows: int = READ_ROWS_DEFAULT,
+        max_bytes: int = READ_BYTES_DEFAULT,
+        wait_ms: int = 0,
+        one_answer: bool = False,
+    ) -> tuple[pa.Table, int]:
+        """Rows from the position ``begin`` on, and the position after them; waits up to ``wait_ms`` for the first one.
+
+        Raises ``OutOfRange`` if ``begin`` was trimmed or lies after the end.
+        ``max_bytes`` is kept to about one row, and at least one row is returned if there is any. With ``one_answer``
+        the store is asked once, which may give fewer rows than there are: it does not read on from file to file.
+        """
+        partition, begin, max_rows = whole(partition), whole(begin), whole(max_rows)
+        if max_rows < 1 or max_bytes < 1:
+            raise BadInput(f"max_rows and max_bytes must be at least 1, not {max_rows} and {max_bytes}")
+        max_bytes = min(max_bytes, BATCH_BYTES_MAX)
+        batches: list[pa.RecordBatch] = []
+        position, size_bytes = begin, 0
+        while position - begin < max_rows and size_bytes < max_bytes:
+            wanted = max_rows - (position - begin)
+            with self._noticing():
+                found = self._store.read(
+                    self._description, partition, position, wanted, max_bytes - size_bytes, 0 if batches else wait_ms
+                )
+            if found is None:
+                break
+            for first, batch in found.batches:
+                batch = batch.slice(max(position - first, 0), max_rows - (position - begin))
+                cut = _within(batch, max_bytes - size_bytes, at_least_one=not batches)
+                if not cut.num_rows:
+                    return pa.Table.from_batches(batches, self.schema), position
+                batches.append(cut)
+                position += cut.num_rows
+                size_bytes += cut.nbytes
+                if cut.num_rows < batch.num_rows:
+                    break  # What follows in this response does not follow these rows.
+            if one_answer:
+                break
+        return pa.Table.from_batches(batches, self.schema), position
+
+    def trim(self, partition: int, index: int) -> None:
+        """Give up the rows below the position ``index`` for good; whole files are freed."""
+        partition, index = whole(partition), whole(index)
+        check_section("trim", self.queue_id, partition, index)
+        with self._noticing():
+            self._store.commit(CommitRequest(trims=[Trim(self.queue_id, partition, index)]))
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """For each partition: the first position that can be read, and the one after the last."""
+        with self._noticing():
+            return self._store.bounds(self.queue_id)
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        try:
+            yield
+        except UnknownTable:
+            self._on_gone()
+            raise
+
+
+def _within(batch: pa.RecordBatch, max_bytes: int, at_least_one: bool) -> pa.RecordBatch:
+    """The front of ``batch`` that fits into ``max_bytes``, taking its rows as equally large."""
+    if batch.nbytes <= max_bytes or not batch.num_rows:
+        return batch
+    rows = int(batch.num_rows * max(max_bytes, 0) / batch.nbytes)
+    return batch.slice(0, max(rows, 1) if at_least_one else rows)
+
+
+def encoded_append(
+    queue_id: int, partition: int, batch: pa.RecordBatch, producer: str | None, sequence: int | None
+) -> Append:
+    """An append whose batches are small enough to be read one at a time."""
+    return Append(queue_id, partition, payloads(batch), producer, sequence)
+
+
+def payloads(batch: pa.RecordBatch) -> list[pa.Buffer]:
+    """``batch`` as Arrow IPC messages of at most about ``APPEND_BYTES_MAX``."""
+    pieces = -(-batch.nbytes // APPEND_BYTES_MAX) or 1
+    rows = min(-(-batch.num_rows // pieces) or 1, BATCH_ROWS_MAX)
+    return [batch.slice(begin, rows).serialize() for begin in range(0, batch.num_rows, rows)]

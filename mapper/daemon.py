@@ -26,7 +26,7 @@ from shuffle.mapper.ingest import BACKOFF_S_MAX, BACKOFF_S_MIN, Ingestion, passe
 from shuffle.mapper.mapping import Mapping, create
 from shuffle.mapper.reader import PartitionReader, open_reader
 from shuffle.mapper.serve import MapperServer, SharedCore
-from shuffle.mapper.spill.spill import SpillEnd
+from shuffle.mapper.spill.format import SpillEnd
 from shuffle.mapper.spill.store import SpillStore
 from shuffle.mapper.trim import Trimmer
 from shuffle.metrics import MapperMetrics, serve_metrics

@@ -22,7 +22,9 @@ from shuffle.ids import ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB, WAIT_MS_MAX
 from shuffle.mapper.bucket import Bucket, ServedBatch
 from shuffle.mapper.core import MappedBatch, MapperCore
-from shuffle.mapper.spill.spill import Spill, SpillHead, SpillRead
+from shuffle.mapper.spill.answer import SpillRead
+from shuffle.mapper.spill.format import SpillHead
+from shuffle.mapper.spill.index import Spill
 from shuffle.messages import METADATA_FIELDS, NO_ROWS, ROWS_EXCHANGE, STREAM_OVER, BatchTail, GetRows, SharedRows
 from shuffle.support import crash_points, flight
 from shuffle.support.shared_memory import BYTES_MIN, Outbox, machine

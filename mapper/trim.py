@@ -17,7 +17,7 @@ from shuffle.errors import CommitConflict, CommitUnknown, DiskFull, Expired, Shu
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.mapper.core import MapperCore, TrimPlan
 from shuffle.mapper.reader import PartitionReader
-from shuffle.mapper.spill.spill import SpillEnd
+from shuffle.mapper.spill.format import SpillEnd
 from shuffle.mapper.spill.store import Prepared, SpillStore
 from shuffle.support import crash_points
 from shuffle.support.logs import get_logger

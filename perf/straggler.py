@@ -51,7 +51,7 @@ from perf.workload import Workload, difference, oracle_part, oracle_sum
 from shuffle.discovery import mappers_group
 from shuffle.errors import ShuffleError
 from shuffle.ids import NOTHING_COMMITTED
-from shuffle.mapper.spill.spill import SpillEnd, SpillPart, decode_batch, decode_heads, encode
+from shuffle.mapper.spill.format import SpillEnd, SpillPart, decode_batch, decode_heads, encode
 from shuffle.statestore import StateClient
 
 AWAY = 3

@@ -20,7 +20,8 @@ from shuffle.mapper.bucket import ServedBatch
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
 from shuffle.mapper.serve import CONFIRM_S, CROWDED_WAIT_S, MapperServer, SharedCore, joined
-from shuffle.mapper.spill.spill import Spill, SpillEnd
+from shuffle.mapper.spill.format import SpillEnd
+from shuffle.mapper.spill.index import Spill
 from shuffle.messages import BatchTail, GetRows
 from shuffle.support import flight
 from shuffle.support.slots import Places

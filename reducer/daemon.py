@@ -364,7 +364,7 @@ class ReducerDaemon:
 
 def limits_of(spec: ProcessorSpec, mapper_count: int) -> Limits:
     reducer = spec.reducer
-    windows_bytes = mapper_count * spec.mapper.memory_bytes // reducer.count
+    windows_bytes = mapper_count * (spec.mapper.memory_bytes // spec.mapper.per_process) // reducer.count
     return Limits(
         fetch_rows_max=reducer.fetch_rows_max,
         fetch_bytes_max=reducer.fetch_bytes_max,

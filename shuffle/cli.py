@@ -32,7 +32,7 @@ EXIT_BROKEN_PIPE = 141
 """Whoever read the output has left, as ``| head`` does."""
 
 DELEGATES = {
-    "mapper": ("shuffle.mapper.__main__", "run one mapper of a processor"),
+    "mapper": ("shuffle.mapper.__main__", "run one mapper of a processor, or several in one process"),
     "reducer": ("shuffle.reducer.__main__", "run one reducer of a processor"),
     "statestore": ("shuffle.statestore.server.daemon", "serve a state store"),
     "demo": ("examples.demo", "see it all work, with processes killed on the way"),

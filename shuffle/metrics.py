@@ -1,7 +1,7 @@
 """What every daemon counts, and the HTTP endpoint that Prometheus reads it from.
 
-Each object has a registry of its own, so that several workers in one process (as in tests) do not count into each
-other. Names begin with ``shuffle_``; the labels are processor, role and index.
+Each object has a registry of its own, or that of another one: then both are served by one endpoint, each with its own
+labels. Names begin with ``shuffle_``; the labels are processor, role and index.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from shuffle.support.vital_threads import OnDeath, start_vital
 
@@ -46,10 +46,19 @@ class _Metrics:
     and client and TLS along, which is 8 MB in every worker.
     """
 
-    def __init__(self, processor: str, role: str, index: int | str, enabled: bool = True) -> None:
+    def __init__(
+        self, processor: str, role: str, index: int | str, enabled: bool = True, beside: _Metrics | None = None
+    ) -> None:
+        """``beside``: of another worker in this process, whose registry is used. What is the process's own is counted
+        once, by the first of them."""
         self.registry: CollectorRegistry | None = None
         self._values = (processor, role, str(index))
+        self._families: dict[str, Any] = {}
+        """The metrics of the registry, which have one series for each worker."""
         if not enabled:
+            return
+        if beside is not None:
+            self.registry, self._families = beside.registry, beside._families
             return
         from prometheus_client import CollectorRegistry, disable_created_metrics
 
@@ -62,40 +71,40 @@ class _Metrics:
         memory = self._gauge("process_resident_bytes", "Resident memory of this process")
         memory.set_function(resident_bytes)
 
+    def _family(self, kind: str, name: str, what: str, labels: tuple[str, ...] = _LABELS, **options: Any) -> Any:
+        if name not in self._families:
+            import prometheus_client
+
+            made = getattr(prometheus_client, kind)(f"shuffle_{name}", what, labels, registry=self.registry, **options)
+            self._families[name] = made
+        return self._families[name]
+
     def _counter(self, name: str, what: str) -> Counter:
         if self.registry is None:
             return cast("Counter", _Nothing())
-        from prometheus_client import Counter
-
-        return Counter(f"shuffle_{name}", what, _LABELS, registry=self.registry).labels(*self._values)
+        return cast("Counter", self._family("Counter", name, what).labels(*self._values))
 
     def _gauge(self, name: str, what: str) -> Gauge:
         if self.registry is None:
             return cast("Gauge", _Nothing())
-        from prometheus_client import Gauge
-
-        return Gauge(f"shuffle_{name}", what, _LABELS, registry=self.registry).labels(*self._values)
+        return cast("Gauge", self._family("Gauge", name, what).labels(*self._values))
 
     def _gauges_by_reducer(self, name: str, what: str) -> Callable[[int], Gauge]:
         if self.registry is None:
             return lambda reducer: cast("Gauge", _Nothing())
-        from prometheus_client import Gauge
-
-        gauge = Gauge(f"shuffle_{name}", what, (*_LABELS, "reducer"), registry=self.registry)
-        return lambda reducer: gauge.labels(*self._values, str(reducer))
+        gauge = self._family("Gauge", name, what, (*_LABELS, "reducer"))
+        return lambda reducer: cast("Gauge", gauge.labels(*self._values, str(reducer)))
 
     def _seconds(self, name: str, what: str) -> Histogram:
         if self.registry is None:
             return cast("Histogram", _Nothing())
-        from prometheus_client import Histogram
-
-        histogram = Histogram(f"shuffle_{name}", what, _LABELS, buckets=SECONDS_BUCKETS, registry=self.registry)
-        return histogram.labels(*self._values)
+        histogram = self._family("Histogram", name, what, buckets=SECONDS_BUCKETS)
+        return cast("Histogram", histogram.labels(*self._values))
 
 
 class MapperMetrics(_Metrics):
-    def __init__(self, processor: str, index: int, enabled: bool = True) -> None:
-        super().__init__(processor, "mapper", index, enabled)
+    def __init__(self, processor: str, index: int, enabled: bool = True, beside: MapperMetrics | None = None) -> None:
+        super().__init__(processor, "mapper", index, enabled, beside)
         self.input_rows = self._counter("input_rows", "Rows read from the input")
         self.input_bytes = self._counter("input_bytes", "Bytes of the rows read from the input")
         self.shuffle_rows = self._counter("shuffle_rows", "Rows that map produced")

@@ -283,6 +283,7 @@ _MAPPER: dict[str, Reader] = {
     "on_error": _choice("stop", "dead_letter"),
     "dead_letter_queue": _queue_name,
     "listen": _pattern(_ADDRESS, "an address: write it as host:port, port 0 for any free one"),
+    "per_process": _COUNT,
 }
 _REDUCER: dict[str, Reader] = {
     "class_name": _CLASS,

@@ -8,7 +8,7 @@ from typing import Any
 from shuffle.durable.mapper_state import mappers_table as _mappers_table
 from shuffle.durable.mapper_state import state_rows as _state_rows
 from shuffle.mapper.core import MapperCore as _Core
-from shuffle.mapper.serve import SharedCore as _Shared
+from shuffle.mapper.shared_core import SharedCore as _Shared
 from shuffle.mapper.spill.answer import SpillAnswer as _Answer
 from shuffle.mapper.spill.index import Spill as _Spill
 from shuffle.mapper.spill.policy import Spilling as _Spilling

@@ -19,7 +19,7 @@ from shuffle.errors import (
     StaleMapper,
 )
 from shuffle.mapper.core import MapperCore
-from shuffle.mapper.serve import SharedCore
+from shuffle.mapper.shared_core import SharedCore
 from shuffle.reducer.core import ReducerCore
 from shuffle.reducer.reduce import ReduceStage
 from shuffle.reducer.shared_core import Pipeline

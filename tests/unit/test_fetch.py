@@ -17,7 +17,8 @@ from shuffle.errors import ShuffleError, StaleMapper, StoreUnavailable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token, new_guid
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
-from shuffle.mapper.serve import MapperServer, SharedCore
+from shuffle.mapper.serve import HostedMapper, MapperServer
+from shuffle.mapper.shared_core import SharedCore
 from shuffle.messages import GetRows
 from shuffle.metrics import ReducerMetrics
 from shuffle.reducer.core import Limits, Part, ReducerCore, Work
@@ -51,7 +52,7 @@ class ServedMapper:
         self.committed: dict[ReducerIndex, ShuffleIndex] = {}
         """What the reducers' rows in the store would say."""
         self.shared = SharedCore(self.core, 2, read_committed=lambda: self.committed)
-        self.server = MapperServer(self.shared)
+        self.server = MapperServer([HostedMapper.of(self.shared)])
         self.address = self.server.address
 
     def produce(self, count: int) -> None:

@@ -17,7 +17,8 @@ from shuffle.errors import BadInput
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
-from shuffle.mapper.serve import OUTBOX_BYTES_MIN, SHARED_BYTES_MAX, SHARED_OF_WINDOW, MapperServer, SharedCore
+from shuffle.mapper.serve import HostedMapper, MapperServer
+from shuffle.mapper.shared_core import OUTBOX_BYTES_MIN, SHARED_BYTES_MAX, SHARED_OF_WINDOW, SharedCore
 from shuffle.messages import GetRows, SharedRows
 from shuffle.reducer.exchange import RowStream, validate_offsets
 from shuffle.support import flight, shared_memory
@@ -113,7 +114,7 @@ class Served:
         rows = pa.Table.from_batches([batch(0, ROWS)])
         shared.ingest(None, ROWS, Token(b"t"), MappedBatch(SCHEMA, ROWS, cut(rows, np.zeros(ROWS, np.int64), 1)))
         self.core = core
-        self.server = MapperServer(shared)
+        self.server = MapperServer([HostedMapper.of(shared)])
         self.client = flight.connect(self.server.address)
 
     def stream(self, share_memory: bool = True) -> RowStream:

@@ -232,6 +232,7 @@ class MapperProcess:
                 self._memory_bytes_max,
                 metrics,
                 lambda error: self._fail(self._named(index, error)),
+                len(self._indexes) == 1,
             )
         )
         return True
@@ -251,7 +252,7 @@ class MapperProcess:
 def memory_share(spec: ProcessorSpec, instances: int) -> int:
     """What each of so many instances in one process has of the process's memory limit."""
     share_bytes = spec.mapper.memory_bytes // instances
-    if share_bytes < spec.mapper.batch_bytes_max:
+    if instances > 1 and share_bytes < spec.mapper.batch_bytes_max:
         raise SpecError(
             f"{spec.at('mapper.memory')}: {spec.mapper.memory_bytes} bytes for {instances} mappers in one process are "
             f"{share_bytes} for each, which cannot hold a batch of {spec.mapper.batch_bytes_max}: raise it, lower "

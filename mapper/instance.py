@@ -60,8 +60,10 @@ class MapperInstance:
         memory_bytes_max: int,
         metrics: MapperMetrics,
         fail: Callable[[ShuffleError], None],
+        is_alone: bool = True,
     ) -> None:
-        """``fail`` is called, by any thread, with the error that keeps this instance from going on."""
+        """``fail`` is called, by any thread, with the error that keeps this instance from going on. ``is_alone``:
+        whether its process hosts no other."""
         index = MapperIndex(worker.index)
         self.index = index
         self._spec = spec
@@ -70,6 +72,7 @@ class MapperInstance:
         self._reader = reader
         self._metrics = metrics
         self._fail = fail
+        self._is_alone = is_alone
         reducers = worker.reducer_count
         self._core = MapperCore(worker.guid, index, reducers, memory_bytes_max, spec.spill, spec.processor)
         spill = SpillStore(client, spec.processor, index, reducers, spec.spill.compression)
@@ -137,11 +140,15 @@ class MapperInstance:
             self._fail(error)
 
     def _drain(self, stop: threading.Event) -> None:
-        """What was mapped before the bad row can still be fetched and committed, also what was spilled."""
+        """What was mapped before the bad row can still be fetched and committed, also what was spilled.
+
+        Other instances of this process get on until the time is up: they end with this one, and the process that is
+        started next will soon come to the same row.
+        """
         deadline_s = time.monotonic() + DRAIN_S
         while time.monotonic() < deadline_s and not stop.wait(0.05):
             with self._shared.lock:
-                if self._core.is_drained:
+                if self._is_alone and self._core.is_drained:
                     return
 
     # Trim

@@ -38,6 +38,7 @@ from shuffle.ids import MapperIndex, ReducerIndex, new_guid
 from shuffle.jobs.library import check_config
 from shuffle.metrics import ReducerMetrics, serve_metrics
 from shuffle.reducer.commit import Committer
+from shuffle.reducer.connections import ClientPool
 from shuffle.reducer.core import Limits, ReducerCore, Settled, Work
 from shuffle.reducer.fetch import Fetcher, RowLocator
 from shuffle.reducer.reduce import Reduced, ReduceStage, user_code_error
@@ -170,6 +171,7 @@ class ReducerDaemon:
         stage = _patiently(lambda: self._reduce_stage(directory), "the state store", self._backoff(), stop)
         if stage is None:
             return
+        clients = ClientPool()
         fetchers = [
             Fetcher(
                 MapperIndex(i),
@@ -180,6 +182,7 @@ class ReducerDaemon:
                 self.metrics,
                 self._rows_gone,
                 self._spec.reducer.share_memory,
+                clients,
             )
             for i in range(self._mapper_count)
         ]

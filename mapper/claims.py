@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from shuffle.errors import FalseClaim, NotServed
 from shuffle.ids import NOTHING_COMMITTED, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.mapper.bucket import Bucket
-from shuffle.mapper.spill.spill import Spill
+from shuffle.mapper.spill.index import Spill
 from shuffle.messages import GetRows
 
 

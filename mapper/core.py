@@ -34,8 +34,10 @@ from shuffle.ids import Guid, InputIndex, MapperIndex, ReducerIndex, ShuffleInde
 from shuffle.limits import MIB
 from shuffle.mapper.bucket import Bucket, ServedBatch
 from shuffle.mapper.claims import Claims
+from shuffle.mapper.spill.answer import SpillRead
+from shuffle.mapper.spill.format import SpillEnd, SpillPart
+from shuffle.mapper.spill.index import Spill
 from shuffle.mapper.spill.policy import Spilling, Watched, spill_part
-from shuffle.mapper.spill.spill import Spill, SpillEnd, SpillPart, SpillRead
 from shuffle.mapper.window import Part, Places, Window, WindowEntry, WindowSize
 from shuffle.messages import GetRows
 from shuffle.spec.config import SpillSpec

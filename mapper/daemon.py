@@ -1,8 +1,8 @@
-"""One mapper as a process: ingestion, server, trim, lease and metrics, wired together.
+"""A mapper process: signals, the client of the store, the server and the metrics, for one mapper instance or several.
 
-Threads: the one that calls ``run`` ingests; one trims; Flight's own serve; one keeps the lease; one serves metrics; one
-waits to be told to stop. None of them dies alone (``shuffle.support.vital_threads``): the mapper stops, and ``run``
-says why. Everything is closed in the opposite order of its beginning, so that the last trim still finds a store.
+Threads: the one that calls ``run`` waits to be told to stop; Flight's own serve; one serves metrics; each instance has
+its own (``instance``). None of them dies alone (``shuffle.support.vital_threads``): the process stops, and ``run`` says
+why. Everything is closed in the opposite order of its beginning, so that the last trim still finds a store.
 """
 
 from __future__ import annotations
@@ -10,64 +10,54 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shuffle.api import WorkerSpec
-from shuffle.discovery import Membership
-from shuffle.durable.mapper_state import lookup_committed
-from shuffle.durable.tables import mappers_group
-from shuffle.errors import FalseClaim, ShuffleError, SpecError, SplitBrain, TableExists, UserCodeError
-from shuffle.ids import MapperIndex, ReducerIndex, new_guid
-from shuffle.mapper.core import MapperCore
-from shuffle.mapper.ingest import Ingestion, store_backoff
+from shuffle.errors import ShuffleError, SpecError, TableExists
+from shuffle.ids import MapperIndex, new_guid
+from shuffle.mapper.ingest import store_backoff
+from shuffle.mapper.instance import MapperInstance
 from shuffle.mapper.mapping import Mapping
-from shuffle.mapper.reader import PartitionReader, open_reader
-from shuffle.mapper.serve import MapperServer, SharedCore
-from shuffle.mapper.spill.spill import SpillEnd
-from shuffle.mapper.spill.store import SpillStore
-from shuffle.mapper.trim import Trimmer
+from shuffle.mapper.reader import open_reader
+from shuffle.mapper.serve import MapperServer
 from shuffle.metrics import MapperMetrics, serve_metrics
 from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
-from shuffle.support import crash_points
 from shuffle.support.endpoint import advertised
 from shuffle.support.exit_codes import report
-from shuffle.support.logs import get_logger, setup_logging
-from shuffle.support.retry import passes_by_itself, patiently
-from shuffle.support.vital_threads import start_vital
+from shuffle.support.logs import get_logger, setup_logging, stamped
+from shuffle.support.retry import patiently
 from shuffle.user_code.create import create
 from shuffle.user_code.poison import DEAD_LETTER_SCHEMA
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient
 
-DRAIN_S = 10.0
-"""After a row that stops the mapper: how long what was mapped before it is still served."""
-
 CLOSE_S = 3.0
-"""How long calls that run may take to end."""
+"""How long calls that run, and threads that were told to end, may take for it."""
 
 _log = get_logger(__name__)
 
 
 def run(
     spec: ProcessorSpec,
-    index: int,
+    indexes: int | Sequence[int],
     *,
     listen: str | None = None,
     advertise: str | None = None,
     stop: threading.Event | None = None,
     on_ready: Callable[[str], None] = lambda address: None,
 ) -> int:
-    """Run mapper ``index`` of ``spec`` until ``stop`` is set or a signal asks for it; the exit code.
+    """Run the mappers ``indexes`` of ``spec`` in this process, until ``stop`` is set or a signal asks for it; the exit
+    code.
 
-    ``listen`` and ``advertise`` come before what the spec says. ``on_ready`` is called with the address once the mapper
-    serves.
+    ``listen`` and ``advertise`` come before what the spec says. ``on_ready`` is called with the address once the
+    mappers are served.
     """
-    setup_logging("mapper", spec.processor, index)
+    hosted = [MapperIndex(index) for index in ([indexes] if isinstance(indexes, int) else indexes)]
+    setup_logging("mapper", spec.processor, hosted[0] if len(hosted) == 1 else None)
     stop = stop or threading.Event()
     if advertise is not None:
         spec = replace(spec, mapper=replace(spec.mapper, advertise=advertise))
@@ -77,7 +67,7 @@ def run(
             if client is None:
                 return 0
             closing.callback(client.close)
-            _run(spec, MapperIndex(index), client, listen or spec.mapper.listen, stop, on_ready)
+            _run(spec, hosted, client, listen or spec.mapper.listen, stop, on_ready)
         return 0
     except ShuffleError as error:
         _log.error("stopped", error=error, **error.fields)
@@ -125,7 +115,7 @@ def _patiently(stop: threading.Event, what: Callable[[], Any], **fields: str) ->
 
 def _run(
     spec: ProcessorSpec,
-    index: MapperIndex,
+    indexes: Sequence[MapperIndex],
     client: StateClient,
     listen: str,
     stop: threading.Event,
@@ -134,17 +124,12 @@ def _run(
     mapper_count = _patiently(stop, lambda: check_against_store(spec, client))
     if mapper_count is None:
         return
-    if not 0 <= index < mapper_count:
-        raise SpecError(f"{spec.path}: there is no mapper {index}: the input has {mapper_count} partitions, from 0")
+    for index in indexes:
+        if not 0 <= index < mapper_count:
+            raise SpecError(f"{spec.path}: there is no mapper {index}: the input has {mapper_count} partitions, from 0")
     dead_letter_queue = _patiently(stop, lambda: _dead_letter_queue(spec, client))
-    reader = _patiently(stop, lambda: open_reader(spec.input, index, client, spec.mapper))
-    schema = _patiently(stop, lambda: reader.schema)
-    if schema is None:
-        return
-    worker = WorkerSpec(spec.processor, index, new_guid(), mapper_count, spec.reducer.count, spec.max_parallelism)
-    user = create(load_class(spec, "mapper"), "mapper", spec.mapper.config, worker, client, schema)
-    daemon = _Daemon(spec, client, worker, reader, Mapping(user, worker, spec.mapper.on_error), dead_letter_queue)
-    daemon.run(listen, stop, on_ready)
+    if dead_letter_queue is not None:
+        MapperProcess(spec, client, indexes, mapper_count, stop).run(listen, dead_letter_queue, on_ready)
 
 
 def _dead_letter_queue(spec: ProcessorSpec, client: StateClient) -> str:
@@ -157,189 +142,123 @@ def _dead_letter_queue(spec: ProcessorSpec, client: StateClient) -> str:
     return name
 
 
-class _Daemon:
-    """The parts of one running mapper."""
+class MapperProcess:
+    """Hosts the mapper instances ``indexes``: one server, one metrics endpoint and one memory limit for all of them.
+
+    What keeps one of the instances from going on ends the process, with an error that names the instance. Whoever
+    started the process starts it again; all that is durable is in the store.
+    """
 
     def __init__(
         self,
         spec: ProcessorSpec,
         client: StateClient,
-        worker: WorkerSpec,
-        reader: PartitionReader,
-        mapping: Mapping,
-        dead_letter_queue: str,
+        indexes: Sequence[MapperIndex],
+        mapper_count: int,
+        stop: threading.Event,
     ) -> None:
-        index = MapperIndex(worker.index)
         self._spec = spec
         self._client = client
-        self._worker = worker
-        self._reader = reader
-        self._metrics_port = spec.metrics_port("mapper", index)
-        self._metrics = MapperMetrics(spec.processor, index, self._metrics_port is not None)
-        reducers = worker.reducer_count
-        self._core = MapperCore(worker.guid, index, reducers, spec.mapper.memory_bytes, spec.spill, spec.processor)
-        spill = SpillStore(client, spec.processor, index, reducers, spec.spill.compression)
-        committed = partial(lookup_committed, client, spec.processor, index, reducers)
-        self._shared = SharedCore(self._core, reducers, spill.read, committed)
-        self._trimmer = Trimmer(
-            client,
-            spec.processor,
-            self._core,
-            reader,
-            self._shared.lock,
-            dead_letter_queue,
-            spill,
-            spec.mapper.trim_period_ms / 1000,
-        )
-        self._trimmer.on_conflict = self._metrics.conflicts.inc
-        self._trimmer.on_dead_letters = self._metrics.dead_letters.inc
-        self._trimmer.on_spilled = self._spilled
-        self._ingestion = Ingestion(client, spec, index, self._shared, reader, mapping, self._metrics, spill)
-        self._stop_trim = threading.Event()
-        self._stop = threading.Event()
-        self._failure: ShuffleError | None = None
-        self._lag_rows: int | None = None
-        self._measured_s = 0.0
-
-    def run(self, listen: str, stop: threading.Event, on_ready: Callable[[str], None]) -> None:
+        self._indexes = indexes
+        self._mapper_count = mapper_count
+        self._memory_bytes_max = memory_share(spec, len(indexes))
+        self._metrics_port = spec.metrics_port("mapper", indexes[0])
+        self._metrics: MapperMetrics | None = None
+        """Of the first instance; those of the others are served beside them."""
         self._stop = stop
+        self._failure: ShuffleError | None = None
+        self._instances: list[MapperInstance] = []
+
+    def run(self, listen: str, dead_letter_queue: str, on_ready: Callable[[str], None]) -> None:
+        """Until ``stop`` is set. Raises the error of the instance that could not go on, if there is one."""
         with ExitStack() as closing:
-            closing.callback(self._reader.close)
-            server = MapperServer(self._shared, listen, status=self._status, on_served=self._served)
+            for index in self._indexes:
+                if not self._add(index, dead_letter_queue, closing):
+                    return
+            server = MapperServer([instance.served() for instance in self._instances], listen)
             closing.callback(server.close, CLOSE_S)
             address = str(advertised(server.endpoint, self._spec.mapper.advertise))
-            attributes = {"index": str(self._worker.index), "address": address}
+            attributes = {"address": address}
             if self._metrics_port is not None:
+                assert self._metrics is not None
                 server_of_metrics = serve_metrics(self._metrics.registry, self._fail, port=self._metrics_port)
                 attributes["metrics"] = closing.enter_context(server_of_metrics).address
-            closing.enter_context(self._trimming())
-            group = mappers_group(self._spec.processor)
-            ttl_ms = self._spec.lease_ttl_ms
-            membership = Membership(self._client, group, self._worker.guid, attributes, ttl_ms, self._fail)
-            closing.enter_context(membership)
-            crash_points.reach("mapper.after_registering")
-            _log.info("serving", guid=self._worker.guid, **attributes)
+            closing.callback(_join, [instance.start_trimming() for instance in self._instances])
+            for instance in self._instances:
+                closing.callback(instance.stop_trimming)
+            for instance in self._instances:
+                closing.enter_context(instance.registered(attributes))
             on_ready(address)
-            closing.enter_context(self._interrupting(stop))
-            try:
-                self._ingestion.run(stop)
-            except UserCodeError as error:
-                _log.error("map failed, reading no further", error=error)
-                self._drain(stop)
-                raise
+            closing.callback(_join, [instance.start_ingesting(self._stop) for instance in self._instances])
+            self._stop.wait()
+            for instance in self._instances:
+                instance.interrupt()
         if self._failure is not None:
             raise self._failure
 
+    def _add(self, index: MapperIndex, dead_letter_queue: str, closing: ExitStack) -> bool:
+        """Make instance ``index``; False if the process was told to stop meanwhile."""
+        spec, client = self._spec, self._client
+        with stamped(index):
+            try:
+                reader = _patiently(self._stop, lambda: open_reader(spec.input, index, client, spec.mapper))
+                if reader is None:
+                    return False
+                closing.callback(reader.close)
+                schema = _patiently(self._stop, lambda: reader.schema)
+                if schema is None:
+                    return False
+                reducers = spec.reducer.count
+                worker = WorkerSpec(
+                    spec.processor, index, new_guid(), self._mapper_count, reducers, spec.max_parallelism
+                )
+                user = create(load_class(spec, "mapper"), "mapper", spec.mapper.config, worker, client, schema)
+            except ShuffleError as error:
+                raise self._named(index, error) from error
+        metrics = MapperMetrics(spec.processor, index, self._metrics_port is not None, self._metrics)
+        self._metrics = self._metrics or metrics
+        self._instances.append(
+            MapperInstance(
+                spec,
+                client,
+                worker,
+                reader,
+                Mapping(user, worker, spec.mapper.on_error),
+                dead_letter_queue,
+                self._memory_bytes_max,
+                metrics,
+                lambda error: self._fail(self._named(index, error)),
+                len(self._indexes) == 1,
+            )
+        )
+        return True
+
     def _fail(self, error: ShuffleError) -> None:
-        """The mapper cannot go on, and ``run`` is to end with ``error``. Called by any thread."""
+        """The process cannot go on, and ``run`` is to end with ``error``. Called by any thread."""
         self._failure = self._failure or error
         self._stop.set()
-        self._interrupt()
 
-    def _interrupt(self) -> None:
-        self._reader.interrupt()
-        self._shared.close()
+    def _named(self, index: MapperIndex, error: ShuffleError) -> ShuffleError:
+        """``error``, with the instance that it is about, if there are several and it does not say so itself."""
+        if len(self._indexes) == 1 or f"mapper {index}" in error.message:
+            return error
+        return type(error)(f"mapper {index}: {error.message}", **error.fields)
 
-    @contextmanager
-    def _interrupting(self, stop: threading.Event) -> Iterator[None]:
-        """A reader that waits, and an ingestion that waits for room, hear of ``stop`` at once."""
-        ended = threading.Event()
 
-        def wait() -> None:
-            while not ended.is_set():
-                if stop.wait(0.5):
-                    self._interrupt()
-                    return
+def memory_share(spec: ProcessorSpec, instances: int) -> int:
+    """What each of so many instances in one process has of the process's memory limit."""
+    share_bytes = spec.mapper.memory_bytes // instances
+    if instances > 1 and share_bytes < spec.mapper.batch_bytes_max:
+        raise SpecError(
+            f"{spec.at('mapper.memory')}: {spec.mapper.memory_bytes} bytes for {instances} mappers in one process are "
+            f"{share_bytes} for each, which cannot hold a batch of {spec.mapper.batch_bytes_max}: raise it, lower "
+            "batch_bytes_max, or have fewer mappers in a process"
+        )
+    return share_bytes
 
-        start_vital(wait, "wait-for-stop", self._fail)
-        try:
-            yield
-        finally:
-            ended.set()
 
-    def _drain(self, stop: threading.Event) -> None:
-        """What was mapped before the bad row can still be fetched and committed, also what was spilled."""
-        deadline_s = time.monotonic() + DRAIN_S
-        while time.monotonic() < deadline_s and not stop.wait(0.05):
-            with self._shared.lock:
-                if self._core.is_drained:
-                    return
-
-    # Trim
-
-    @contextmanager
-    def _trimming(self) -> Iterator[None]:
-        thread = start_vital(self._trim_regularly, "trim", self._fail)
-        try:
-            yield
-        finally:
-            self._stop_trim.set()
-            thread.join(timeout=CLOSE_S)
-
-    def _trim_regularly(self) -> None:
-        while True:
-            last = self._stop_trim.wait(self._trimmer.pause_s)
-            if last:
-                self._trimmer.hurry()
-            try:
-                with self._ingestion.trim_mutex:
-                    moved = self._trimmer.trim()
-                if moved:
-                    self._metrics.trims.inc()
-                    self._shared.trimmed()
-                self._measure()
-            except SplitBrain as error:
-                _log.info("trim found another instance's state", reason=error.message)
-                self._ingestion.twin_seen.set()
-            except FalseClaim as error:
-                self._false_claim(error)
-            except Exception as error:
-                if not passes_by_itself(error):
-                    _log.error("the input cannot be trimmed", error=error)
-                    if not isinstance(error, ShuffleError):
-                        raise
-                    self._fail(error)
-                    return
-                _log.warning("trim not possible now", error=error)
-            if last:
-                return
-
-    def _false_claim(self, error: FalseClaim) -> None:
-        """Once: until the ingestion has started again, every trim finds the same."""
-        if not self._ingestion.false_claim_seen.is_set():
-            _log.error("rows were called committed that are not", error=error, **error.fields)
-            self._metrics.false_claims.inc()
-            self._ingestion.false_claim_seen.set()
-
-    # Seeing
-
-    def _measure(self) -> None:
-        now_s = time.monotonic()
-        if now_s - self._measured_s < self._spec.mapper.trim_period_ms / 1000:
-            return  # The trim may run more often than that while it spills.
-        self._measured_s = now_s
-        with self._shared.lock:
-            token, nbytes, rows = self._core.token, self._core.nbytes, self._core.window_size.rows
-            spills = [(reducer, spill.rows, spill.nbytes) for reducer, spill in self._core.spilling.spills.items()]
-            stragglers = len(self._core.spilling.stragglers)
-        self._metrics.stragglers.set(stragglers)
-        for reducer, spilled_rows, spilled_bytes in spills:
-            self._metrics.spill_rows(reducer).set(spilled_rows)
-            self._metrics.spill_bytes(reducer).set(spilled_bytes)
-        self._metrics.window_bytes.set(nbytes)
-        self._metrics.window_rows.set(rows)
-        self._lag_rows = self._reader.lag_rows(token)
-        if self._lag_rows is not None:
-            self._metrics.read_lag_rows.set(self._lag_rows)
-
-    def _served(self, rows: int, nbytes: int) -> None:
-        self._metrics.served_rows.inc(rows)
-        self._metrics.served_bytes.inc(nbytes)
-
-    def _spilled(self, reducer: ReducerIndex, before: SpillEnd, after: SpillEnd) -> None:
-        self._metrics.spilled_rows.inc(after.rows - before.rows)
-        self._metrics.spilled_bytes.inc(after.nbytes - before.nbytes)
-        self._metrics.spilled_stored_bytes.inc(after.stored_bytes - before.stored_bytes)
-
-    def _status(self) -> dict[str, Any]:
-        return {**self._shared.status(), "read_lag_rows": self._lag_rows}
+def _join(threads: Sequence[threading.Thread]) -> None:
+    """All of them were told to end, and have ``CLOSE_S`` for it together."""
+    deadline_s = time.monotonic() + CLOSE_S
+    for thread in threads:
+        thread.join(timeout=max(0.0, deadline_s - time.monotonic()))

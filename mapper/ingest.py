@@ -26,7 +26,7 @@ from shuffle.errors import (
 from shuffle.ids import InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.mapping import Mapping
 from shuffle.mapper.reader import PartitionReader
-from shuffle.mapper.serve import SharedCore
+from shuffle.mapper.shared_core import SharedCore
 from shuffle.mapper.spill.store import SpillStore
 from shuffle.metrics import MapperMetrics
 from shuffle.spec.config import ProcessorSpec

@@ -18,7 +18,7 @@ from shuffle.errors import CommitConflict, CommitUnknown, DiskFull, Expired, Shu
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.mapper.core import MapperCore, TrimPlan
 from shuffle.mapper.reader import PartitionReader
-from shuffle.mapper.spill.spill import SpillEnd
+from shuffle.mapper.spill.format import SpillEnd
 from shuffle.mapper.spill.store import Prepared, SpillStore
 from shuffle.support import crash_points
 from shuffle.support.logs import get_logger
@@ -91,11 +91,11 @@ class Trimmer:
 
         1. Plan: how far the window has retired, and the dead letters on the way; and what to spill to get further.
            What requests have called committed must be so in the store, or FalseClaim is raised.
-        2. Write large spills ahead. In a transaction, read the persisted state. It must be the one the plan starts
-           from: anything else was written by another instance, or by this one in a commit whose answer was lost.
-        3. Append the dead letters and the spill, write the state, commit.
-        4. On *conflict* nothing happened; on *unknown* read the state again. Never repeat the commit.
-        5. Once the new state is durable, tell the reader to trim, now or in a later round.
+        2. Transact: write large spills ahead. In a transaction, read the persisted state. It must be the one the plan
+           starts from: anything else was written by another instance, or by this one in a commit whose answer was lost.
+           Append the dead letters and the spill, write the state, commit.
+        3. Settle. On *conflict* nothing happened; on *unknown* read the state again. Never repeat the commit. Once the
+           new state is durable, tell the reader to trim, now or in a later round.
         """
         # 1
         self._moved = False
@@ -104,55 +104,68 @@ class Trimmer:
         if not is_known:
             self._load_spill()
         now_s = time.monotonic()
-        with self._lock:
-            self._core.tick(int(now_s * 1000))
-            self._report_full(now_s)
-            is_due = now_s >= self._due_s or self._core.spill_is_due
-            plan = self._core.trim_plan() if is_due else None
-            is_coming = self._core.spilling.is_coming
+        plan = self._plan(now_s)
         if plan is None:
-            if is_coming:
-                self._get_ready()
             self._give_back(now_s)
             return False
-        self._due_s = now_s + self._period_s
         self._check_claims(plan.claims)
         # 2
         prepared = self._prepare(plan) if plan.spill else None
         if plan.spill and prepared is None:
             return False
-        index = self._core.mapper_index
         try:
-            with self._client.transaction() as tx:
-                found = lookup_state(tx, self._processor, index)
-                if (found or MapperState()) != plan.expected:
-                    self._discard(prepared)
-                    with self._lock:
-                        self._core.observe(found)
-                    return False  # It was one of ours: the next round plans from there.
-                # 3
-                if not self._write(tx, plan, prepared):
-                    return False
-                crash_points.reach("mapper.before_trim_commit")
-                tx.commit()
-                crash_points.reach("mapper.after_trim_commit")
+            if not self._transact(plan, prepared):
+                return False
+        # 3
         except (CommitConflict, CommitUnknown) as error:
-            # 4
-            if isinstance(error, CommitConflict):
-                self.on_conflict()
-                self._discard(prepared)
-            _log.info("trim not committed, reading the state again", error=error)
-            return self._learn(index, plan.state)
+            return self._not_committed(plan, prepared, error)
         except (DiskFull, Expired) as error:
             if prepared is None:
                 raise
             self._blocked(plan, error)
             return False
         self._committed(plan, prepared)
-        # 5
         self._give_back(now_s)
         self._moved = True
         return True
+
+    def _plan(self, now_s: float) -> TrimPlan | None:
+        """What to commit in this round; None if nothing is due, or nothing can move."""
+        with self._lock:
+            self._core.tick(int(now_s * 1000))
+            self._report_full(now_s)
+            is_due = now_s >= self._due_s or self._core.spill_is_due
+            plan = self._core.trim_plan() if is_due else None
+            is_coming = self._core.spilling.is_coming
+        if plan is not None:
+            self._due_s = now_s + self._period_s
+        elif is_coming:
+            self._get_ready()
+        return plan
+
+    def _transact(self, plan: TrimPlan, prepared: Prepared | None) -> bool:
+        """Commit ``plan``, with all that belongs to it; False if the store does not hold what it starts from."""
+        with self._client.transaction() as tx:
+            found = lookup_state(tx, self._processor, self._core.mapper_index)
+            if (found or MapperState()) != plan.expected:
+                self._discard(prepared)
+                with self._lock:
+                    self._core.observe(found)
+                return False  # It was one of ours: the next round plans from there.
+            if not self._write(tx, plan, prepared):
+                return False
+            crash_points.reach("mapper.before_trim_commit")
+            tx.commit()
+            crash_points.reach("mapper.after_trim_commit")
+        return True
+
+    def _not_committed(self, plan: TrimPlan, prepared: Prepared | None, error: CommitConflict | CommitUnknown) -> bool:
+        """Whether the state moved all the same: the store knows."""
+        if isinstance(error, CommitConflict):
+            self.on_conflict()
+            self._discard(prepared)
+        _log.info("trim not committed, reading the state again", error=error)
+        return self._learn(self._core.mapper_index, plan.state)
 
     def _check_claims(self, claims: Mapping[ReducerIndex, ShuffleIndex]) -> None:
         """Raise FalseClaim unless the reducers' rows in the store confirm ``claims``, which were made before this.

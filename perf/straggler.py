@@ -52,7 +52,7 @@ from shuffle.examples.generate import fill
 from shuffle.examples.local import LocalSystem
 from shuffle.examples.workload import Workload, difference, oracle_part, oracle_sum
 from shuffle.ids import NOTHING_COMMITTED
-from shuffle.mapper.spill.spill import SpillEnd, SpillPart, decode_batch, decode_heads, encode
+from shuffle.mapper.spill.format import SpillEnd, SpillPart, decode_batch, decode_heads, encode
 from shuffle.statestore import StateClient
 
 AWAY = 3

@@ -27,6 +27,7 @@ from shuffle.errors import (
 from shuffle.ids import MapperIndex, ReducerIndex, new_guid
 from shuffle.metrics import ReducerMetrics, serve_metrics
 from shuffle.reducer.commit import Committer
+from shuffle.reducer.connections import ClientPool
 from shuffle.reducer.core import FetchLimits, ReducerCore
 from shuffle.reducer.cycle import ReduceCycle, Surroundings
 from shuffle.reducer.fetch import Fetcher, RowLocator
@@ -141,6 +142,7 @@ class ReducerDaemon:
         stage = _patiently(lambda: self._reduce_stage(directory), "the state store", self._backoff(), stop)
         if stage is None:
             return
+        clients = ClientPool()
         fetchers = [
             Fetcher(
                 MapperIndex(i),
@@ -151,6 +153,7 @@ class ReducerDaemon:
                 self.metrics,
                 self._rows_gone,
                 self._spec.reducer.share_memory,
+                clients,
             )
             for i in range(self._mapper_count)
         ]
@@ -250,7 +253,7 @@ def _tell_of_wait(error: Exception, waited_s: float) -> None:
 
 def limits_of(spec: ProcessorSpec, mapper_count: int) -> FetchLimits:
     reducer = spec.reducer
-    windows_bytes = mapper_count * spec.mapper.memory_bytes // reducer.count
+    windows_bytes = mapper_count * (spec.mapper.memory_bytes // spec.mapper.per_process) // reducer.count
     return FetchLimits(
         fetch_rows_max=reducer.fetch_rows_max,
         fetch_bytes_max=reducer.fetch_bytes_max,

@@ -18,6 +18,7 @@ from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.limits import BATCH_BYTES_MAX
 from shuffle.messages import BatchTail, GetRows
 from shuffle.metrics import ReducerMetrics
+from shuffle.reducer.connections import ClientPool, SharedClient
 from shuffle.reducer.core import FetchedBatch, FetchPlan
 from shuffle.reducer.exchange import Answer, RowStream
 from shuffle.reducer.shared_core import SharedCore
@@ -56,21 +57,22 @@ def get_rows(client: Any, request: GetRows, *, who: str, timeout_s: float) -> An
 
 
 class Connections:
-    """At most one Flight client, to the instance in use, and an exchange on it; used by one thread."""
+    """At most one Flight client, to the instance in use, and an exchange on it; used by one thread.
 
-    def __init__(self, share_memory: bool = True, connect: Callable[[str], Any] = flight.connect) -> None:
+    The client may be shared with others who ask at the same address; the exchange is not.
+    """
+
+    def __init__(self, share_memory: bool = True, clients: ClientPool | None = None) -> None:
         self._share_memory = share_memory
-        self._connect = connect
-        self._address: str | None = None
-        self._client: Any = None
+        self._clients = clients or ClientPool()
+        self._shared: SharedClient | None = None
         self._stream: RowStream | None = None
 
     def to(self, address: str) -> Any:
-        if address != self._address:
+        if self._shared is None or address != self._shared.address:
             self.close()
-            self._client = self._connect(address)
-            self._address = address
-        return self._client
+            self._shared = self._clients.take(address)
+        return self._shared.client
 
     def stream_to(self, address: str, who: str) -> RowStream:
         client = self.to(address)
@@ -78,13 +80,13 @@ class Connections:
             self._stream = RowStream(client, who, self._share_memory)
         return self._stream
 
-    def close(self) -> None:
-        client, self._client, self._address = self._client, None, None
+    def close(self, is_broken: bool = False) -> None:
+        shared, self._shared = self._shared, None
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
-        if client is not None:
-            client.close()
+        if shared is not None:
+            self._clients.give_back(shared, is_broken)
 
 
 class Choice:
@@ -116,6 +118,7 @@ class Fetcher:
         metrics: ReducerMetrics,
         on_rows_gone: Callable[[], None],
         share_memory: bool = True,
+        clients: ClientPool | None = None,
     ) -> None:
         self._mapper_index = mapper_index
         self._reducer_index = reducer_index
@@ -125,7 +128,7 @@ class Fetcher:
         self._metrics = metrics
         self._on_rows_gone = on_rows_gone
         self._choice = Choice()
-        self._connections = Connections(share_memory)
+        self._connections = Connections(share_memory, clients)
 
         self._thread: threading.Thread | None = None
 
@@ -199,7 +202,7 @@ class Fetcher:
             # or this instance takes rows for committed that are not, because the store is another one or an older one.
             self._on_rows_gone()
         elif not isinstance(error, StaleMapper):
-            self._connections.close()  # A broken channel is not worth its own back-off on top of ours.
+            self._connections.close(is_broken=True)  # A broken channel is not worth its own back-off on top of ours.
         self._wait(changes)
 
     def _wait(self, changes: int) -> None:

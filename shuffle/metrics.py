@@ -8,8 +8,8 @@ __all__ = ["MapperMetrics", "MetricsServer", "ReducerMetrics", "serve_metrics"]
 
 
 class MapperMetrics(Metrics):
-    def __init__(self, processor: str, index: int, enabled: bool = True) -> None:
-        super().__init__(processor, "mapper", index, enabled)
+    def __init__(self, processor: str, index: int, enabled: bool = True, beside: MapperMetrics | None = None) -> None:
+        super().__init__(processor, "mapper", index, enabled, beside)
         self.input_rows = self._counter("input_rows", "Rows read from the input")
         self.input_bytes = self._counter("input_bytes", "Bytes of the rows read from the input")
         self.shuffle_rows = self._counter("shuffle_rows", "Rows that map produced")

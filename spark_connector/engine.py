@@ -1,4 +1,4 @@
-"""Spark as the cluster: every mapper and reducer is one long-lived task of one Spark job.
+"""Spark as the cluster: every mapper process and reducer is one long-lived task of one Spark job.
 
 Spark places the tasks and starts them again, on another executor when one is lost; where they are is told by discovery,
 as always. A task that is killed is a worker that is killed: what it had in memory is read and mapped again.
@@ -34,6 +34,7 @@ from shuffle.run.dead_letters import last_words
 from shuffle.run.determinism import check_map
 from shuffle.run.supervisor import Supervisor
 from shuffle.spec.config import ProcessorSpec, check_against_store
+from shuffle.spec.index_sets import indexes_text, share_out
 from shuffle.statestore import StateClient
 from shuffle.support.endpoint import Endpoint, bracketed, host_towards
 from shuffle.support.logs import setup_logging
@@ -90,7 +91,7 @@ def run_on_spark(
             spark = _session(spec, master)
             stack.callback(spark.stop)
             stack.enter_context(_handled(asked))  # Again: a new session has put its own handler in the place of ours.
-            _wait_for_slots(spark, mapper_count + reducer_count, say)
+            _wait_for_slots(spark, len(share_out(mapper_count, spec.mapper.per_process)) + reducer_count, say)
             job = _Job(spark, spec, mapper_count, reducer_count)
             job.start()  # 3
             stack.callback(job.cancel)
@@ -145,7 +146,7 @@ class _Job:
         # In a local session the workers' stderr is this terminal; on a cluster it is the log of an executor.
         level = "warning" if _is_local(str(self._context.master)) else "info"
         self._work = partial(run_worker, spec, mapper_count, level)
-        self._tasks = mapper_count + reducer_count
+        self._tasks = len(share_out(mapper_count, spec.mapper.per_process)) + reducer_count
         self._error: BaseException | None = None
         self._ended = False
         self._thread = InheritableThread(target=self._run, name="spark-job", daemon=True)
@@ -218,23 +219,26 @@ def _wait_for_slots(spark: SparkSession, wanted: int, say: Callable[[str], None]
 
 
 def run_worker(spec: ProcessorSpec, mapper_count: int, log_level: str, index: int, _rows: Iterator[int]) -> NoReturn:
-    """One task: mapper or reducer, until it is killed. Raises when the worker ends by itself."""
+    """One task: mappers that share a process or a reducer, until it is killed. Raises when it ends by itself."""
     os.environ.setdefault("SHUFFLE_LOG_LEVEL", log_level)
     context: Any = TaskContext.get()
     attempt = context.attemptNumber() if context is not None else 0
     if attempt:
         time.sleep(doubled_s(RESTART_S_MIN, RESTART_S_MAX, attempt))
-    if index < mapper_count:
+    mapper_processes = share_out(mapper_count, spec.mapper.per_process)
+    if index < len(mapper_processes):
         from shuffle.mapper.daemon import run as run_mapper
 
-        name = f"mapper {index}"
+        hosted = mapper_processes[index]
+        name = f"mapper {indexes_text(hosted)}"
         # On the network on which the store is reached: other tasks reach it there as well.
         here = Endpoint(host_towards(Endpoint.parse(spec.state)), 0)
-        code = run_mapper(spec, index, listen=here.target, advertise=bracketed(here.host))
+        code = run_mapper(spec, hosted, listen=here.target, advertise=bracketed(here.host))
     else:
         from shuffle.reducer.daemon import run as run_reducer
 
-        name = f"reducer {index - mapper_count}"
-        setup_logging("reducer", spec.processor, index - mapper_count)
-        code = run_reducer(spec, index - mapper_count)
+        reducer_index = index - len(mapper_processes)
+        name = f"reducer {reducer_index}"
+        setup_logging("reducer", spec.processor, reducer_index)
+        code = run_reducer(spec, reducer_index)
     raise ShuffleError(f"{name} ended with exit code {code}: its error is in the log of the executor")

@@ -20,7 +20,8 @@ import numpy as np
 from shuffle.ids import ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
 from shuffle.mapper.bucket import Bucket
-from shuffle.mapper.spill.spill import Spill, SpillEnd, SpillPart
+from shuffle.mapper.spill.format import SpillEnd, SpillPart
+from shuffle.mapper.spill.index import Spill
 from shuffle.mapper.spill.stragglers import Seen, Stragglers
 from shuffle.mapper.window import Part, Window, WindowEntry
 from shuffle.spec.config import SpillSpec
@@ -62,7 +63,6 @@ class Spilling:
         """Whether ``spills`` is what the store holds. After another instance, or a commit whose answer was lost, has
         moved the persisted state, it must be read again."""
         self._over = False
-        self._since_ms: dict[ReducerIndex, int] = {}
         self._now_ms = 0
         self._blocked_until_ms: int | None = None
         self.blocked: str | None = None

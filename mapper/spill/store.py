@@ -22,19 +22,18 @@ from shuffle.errors import CommitUnknown, OutOfRange, StoreUnavailable, UnknownT
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
 from shuffle.mapper.bucket import ServedBatch
-from shuffle.mapper.spill.spill import (
+from shuffle.mapper.spill.answer import SpillAnswer, SpillRead
+from shuffle.mapper.spill.format import (
     SPILL_SCHEMA,
-    Spill,
-    SpillAnswer,
     SpilledBatch,
     SpillEnd,
     SpillHead,
     SpillPart,
-    SpillRead,
     decode_batch,
     decode_heads,
     encode,
 )
+from shuffle.mapper.spill.index import Spill
 from shuffle.spec.config import Compression
 
 if TYPE_CHECKING:

@@ -123,7 +123,7 @@ class _Mapper:
         self._connection: Any = None
 
     def look(self, member: Member | None) -> None:
-        status = None if member is None else self._ask(member.attributes["address"])
+        status = None if member is None else self._ask(member.attributes["address"], member.name)
         if status is None:
             last = {name: self._series.last(name) for name in ("read_rows", "done_rows")}
             self._series.add(time.monotonic(), {**last, "window_bytes": float("nan")})
@@ -135,12 +135,13 @@ class _Mapper:
         }
         self._series.add(time.monotonic(), found)
 
-    def _ask(self, address: str) -> dict[str, Any] | None:
+    def _ask(self, address: str, guid: str) -> dict[str, Any] | None:
         if address != self._address:
             self.close()
             self._address, self._connection = address, flight.connect(address)
         try:
-            body = flight.do_action(self._connection, "status", who=address, timeout_s=ASK_TIMEOUT_S)
+            connection = self._connection
+            body = flight.do_action(connection, "status", guid.encode(), who=address, timeout_s=ASK_TIMEOUT_S)
             found: dict[str, Any] = json.loads(body)
             return found
         except ShuffleError:

@@ -36,6 +36,7 @@ from shuffle.run.store_service import StoreKeeper, answering_address, log_folder
 from shuffle.run.supervisor import Child, RestartPolicy, Supervisor
 from shuffle.run.terminal import ChildView, Rates, progress_line, render
 from shuffle.spec.config import ProcessorSpec, check_against_store
+from shuffle.spec.index_sets import indexes_text, share_out
 from shuffle.support.exit_codes import EXIT_SPEC, EXIT_USER_CODE
 from shuffle.support.logs import get_logger
 
@@ -206,8 +207,11 @@ class Controller:
         if self._stop.is_set():
             return
         reducer_count = spec.reducer.count if self._options.reducers else 0
-        roles = [("mapper", mapper_count), ("reducer", reducer_count)]
-        workers = {role: [self._start(role, index, logs) for index in range(count)] for role, count in roles}  # 3
+        hosted = {
+            "mapper": share_out(mapper_count, spec.mapper.per_process),
+            "reducer": share_out(reducer_count, 1),
+        }
+        workers = {role: [self._start(role, indexes, logs) for indexes in of] for role, of in hosted.items()}  # 3
         self._say(f"{spec.processor}: {mapper_count} mappers, {reducer_count} reducers, logs in {logs}")
         try:
             with StatusCollector(spec, client) as collector:
@@ -221,10 +225,14 @@ class Controller:
         if self._ending:
             self._say(f"{spec.processor}: {self._ending}{last_words(spec, client)}")
 
-    def _start(self, role: str, index: int, logs: Path) -> Child:
-        arguments = [os.fspath(self._given.path), "--index", str(index)]
-        log_path = logs / f"{role}-{index}.log"
-        return self._supervisor.add(Child(f"{role} {index}", f"shuffle.{role}", lambda: arguments, log_path))
+    def _start(self, role: str, indexes: Sequence[int], logs: Path) -> Child:
+        """One process, with the workers ``indexes`` in it."""
+        text = indexes_text(indexes)
+        arguments = [os.fspath(self._given.path), "--index", text]
+        workers = [f"{role} {index}" for index in indexes]
+        log_path = logs / f"{role}-{text}.log"
+        child = Child(f"{role} {text}", f"shuffle.{role}", lambda: arguments, log_path, workers=workers)
+        return self._supervisor.add(child)
 
     def _check_first_rows(self, spec: ProcessorSpec, client: StateClient, mapper_count: int) -> bool:
         """Whether there were rows to check ``map`` on; ``SpecError`` if it is not deterministic."""
@@ -293,8 +301,9 @@ class Controller:
     def _picture(self) -> Any:
         assert self._seen is not None
         children = {
-            child.name: ChildView(child.running, child.policy.restarts, child.last_error)
+            worker: ChildView(child.running, child.policy.restarts, child.last_error, child.name)
             for child in self._supervisor.children
+            for worker in child.workers or [child.name]
         }
         return render(self._seen, self._rates, children, note="Ctrl-C ends it")
 

@@ -182,9 +182,8 @@ class StatusCollector:
         try:
             if mapper.address not in self._flights:
                 self._flights[mapper.address] = flight.connect(mapper.address)
-            body = flight.do_action(
-                self._flights[mapper.address], "status", who=mapper.address, timeout_s=ASK_TIMEOUT_S
-            )
+            connection, guid = self._flights[mapper.address], mapper.guid.encode()
+            body = flight.do_action(connection, "status", guid, who=mapper.address, timeout_s=ASK_TIMEOUT_S)
             answer = json.loads(body)
             return answer if isinstance(answer, dict) else None
         except (ShuffleError, ValueError):

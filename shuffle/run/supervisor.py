@@ -61,15 +61,17 @@ class RestartPolicy:
 
 @dataclass(slots=True)
 class Child:
-    """One worker that is to be kept running."""
+    """One process that is to be kept running."""
 
     name: str
-    """``mapper 0``, ``reducer 1``, ``statestore``."""
+    """``mapper 0``, ``mapper 0-3``, ``reducer 1``, ``statestore``."""
     module: str
     arguments: Callable[[], Sequence[str]]
     """Asked at each start: a restarted store, for one, must come back under its old address."""
     log_path: Path
     policy: RestartPolicy = field(default_factory=RestartPolicy)
+    workers: Sequence[str] = ()
+    """The names of the workers in it, if it has any: ``mapper 0``, ``mapper 1``."""
     process: subprocess.Popen[bytes] | None = None
     started_s: float = 0.0
     log_begin: int = 0

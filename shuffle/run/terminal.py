@@ -25,11 +25,13 @@ LOOKS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class ChildView:
-    """What the screen shows of one process of the controller."""
+    """What the screen shows of one process of the controller. Workers of one process have the same."""
 
     running: bool
     restarts: int
     last_error: str | None
+    process: str = ""
+    """The name of the process, if it is not that of the worker."""
 
 
 class Rates:
@@ -73,8 +75,9 @@ def render(
     parts: list[RenderableType] = [title, _mappers(status, rates, children), _reducers(status, rates, children)]
     if words := count_words(status.dead_letters):
         parts.append(Text(f"{words}; `shuffle dead-letters SPEC show` prints them", style="yellow"))
-    errors = [(name, view.last_error) for name, view in children.items() if view.last_error]
-    parts += [Text(f"{name}: {error}", style="red") for name, error in errors[-4:]]
+    # Each process once, however many workers it has.
+    errors = {view.process or name: view.last_error for name, view in children.items() if view.last_error}
+    parts += [Text(f"{name}: {error}", style="red") for name, error in list(errors.items())[-4:]]
     return Group(*parts)
 
 

@@ -28,6 +28,7 @@ from shuffle.limits import (
     WAIT_MS_MAX,
     WORKER_ANSWER_S_MAX,
 )
+from shuffle.spec.index_sets import PER_PROCESS_MAX
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient
@@ -66,7 +67,8 @@ class MapperSpec:
     config: Mapping[str, Any] = field(default_factory=dict)
     """Your own part of the spec: any names and values, which the class finds in ``self.config``. Default: empty."""
     memory_bytes: int = 256 * MIB
-    """Bytes of mapped rows that the window may hold; above it reading stops. YAML key: ``memory``. Default: 256 MiB."""
+    """Bytes of mapped rows that the windows of one mapper process may hold, an equal share for each of its mappers;
+    above it reading stops. YAML key: ``memory``. Default: 256 MiB."""
     batch_rows_max: int = 100_000
     """The most rows in one read, and so in one call of ``map``. Default: 100,000."""
     batch_bytes_max: int = 16 * MIB
@@ -90,6 +92,9 @@ class MapperSpec:
     """The ``host``, or ``host:port``, under which reducers reach a mapper, if that is not where it listens: in a
     container, or on a machine with several networks. A mapper that is a task of Spark finds its own. Default: as it
     listens, with the name of the machine in the place of 0.0.0.0."""
+    per_process: int = 1
+    """How many mappers one process hosts. They share its memory limit and its interpreter, and what ends one of them
+    ends them all. Default: 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +178,8 @@ class ProcessorSpec:
     """Milliseconds after which a worker that is not heard of is no longer listed. Default: 5,000."""
     metrics: bool | int = True
     """Whether each worker serves Prometheus metrics over HTTP: ``false`` is not at all, ``true`` on any free port, and
-    a number is the first port of a range in which reducers come before mappers; a store that ``shuffle run`` starts has
-    the port before the first. Default: true."""
+    a number is the first port of a range in which reducers come before mappers, of which a process with several takes
+    the port of its first; a store that ``shuffle run`` starts has the port before the range. Default: true."""
     path: Path = Path("<none>")
     """The file this was read from."""
     lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
@@ -252,6 +257,13 @@ def relation_mistakes(spec: ProcessorSpec) -> list[tuple[str, str]]:
             f"{mapper.memory_bytes} cannot hold a batch of {mapper.batch_bytes_max}: raise it or lower batch_bytes_max",
         ),
         (
+            mapper.batch_bytes_max <= mapper.memory_bytes // mapper.per_process
+            or mapper.batch_bytes_max > mapper.memory_bytes,
+            "mapper.per_process",
+            f"{mapper.per_process} mappers in one process have {mapper.memory_bytes // mapper.per_process} bytes each, "
+            f"which cannot hold a batch of {mapper.batch_bytes_max}: lower it or batch_bytes_max, or raise memory",
+        ),
+        (
             reducer.count <= spec.max_parallelism,
             "reducer.count",
             f"{reducer.count} cannot share {spec.max_parallelism} key groups: lower it, or raise max_parallelism",
@@ -297,6 +309,7 @@ RANGES: dict[str, tuple[int, int]] = {
     "read_wait_ms": (0, WAIT_MS_MAX),
     "trim_period_ms": (1, 3_600_000),
     "split_brain_delay_ms": (0, 600_000),
+    "per_process": (1, PER_PROCESS_MAX),
     "count": (1, REDUCERS_MAX),
     "fetch_rows_max": (1, 10_000_000),
     "fetch_bytes_max": (1024, BATCH_BYTES_MAX),

@@ -14,6 +14,9 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TextIO
 
 VALUE_CHARS_MAX = 2_000
@@ -21,6 +24,9 @@ VALUE_CHARS_MAX = 2_000
 
 _ROOT = "shuffle-service"
 _ERROR_FIELDS_MAX = 8
+
+_stamp: ContextVar[int | None] = ContextVar("shuffle_log_index", default=None)
+"""The worker whose code runs, in a process with several."""
 
 
 class Logger:
@@ -76,6 +82,16 @@ def setup_logging(
     root.setLevel(wanted if wanted in ("DEBUG", "INFO", "WARNING", "ERROR") else "INFO")
 
 
+@contextmanager
+def stamped(index: int) -> Iterator[None]:
+    """Lines that are written in here, and by the vital threads that are started in here, are of worker ``index``."""
+    before = _stamp.set(index)
+    try:
+        yield
+    finally:
+        _stamp.reset(before)
+
+
 def _wants_json(stream: TextIO) -> bool:
     asked = os.environ.get("SHUFFLE_LOG", "").lower()
     return asked == "json" or (asked != "text" and not stream.isatty())
@@ -89,6 +105,8 @@ class _JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
         line: dict[str, Any] = {"time": at, "level": record.levelname.lower(), **self._known}
+        if (index := _stamp.get()) is not None:
+            line["index"] = index
         line["event"] = record.getMessage()
         line |= {name: _plain(value) for name, value in _fields_of(record).items() if name not in line}
         if record.exc_info:
@@ -99,14 +117,17 @@ class _JsonLines(logging.Formatter):
 class _ReadableLines(logging.Formatter):
     def __init__(self, known: dict[str, Any]) -> None:
         super().__init__()
-        index = known.get("index")
-        self._who = known["role"] + (f"[{index}]" if index is not None else "")
+        self._role = known["role"]
+        self._index = known.get("index")
 
     def format(self, record: logging.LogRecord) -> str:
         at = time.strftime("%H:%M:%S", time.localtime(record.created)) + f".{int(record.msecs):03d}"
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         fields = " ".join(f"{name}={_text(value)}" for name, value in _fields_of(record).items())
-        line = f"{at} {self._who:<12} {level}{record.getMessage()}" + (f"  {fields}" if fields else "")
+        stamp = _stamp.get()
+        index = self._index if stamp is None else stamp
+        who = self._role + (f"[{index}]" if index is not None else "")
+        line = f"{at} {who:<12} {level}{record.getMessage()}" + (f"  {fields}" if fields else "")
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from shuffle.support.vital_threads import OnDeath, start_vital
 
@@ -50,10 +50,19 @@ class Metrics:
     and client and TLS along, which is 8 MB in every worker.
     """
 
-    def __init__(self, processor: str, role: str, index: int | str, enabled: bool = True) -> None:
+    def __init__(
+        self, processor: str, role: str, index: int | str, enabled: bool = True, beside: Metrics | None = None
+    ) -> None:
+        """``beside`` are those of another worker in this process, whose registry is used: one endpoint serves both,
+        each with its own labels. What is the process's own is counted once, by the first of them."""
         self.registry: CollectorRegistry | None = None
         self.label_values = (processor, role, str(index))
+        self._families: dict[str, Any] = {}
+        """The metrics of the registry by name; each has one series for each worker."""
         if not enabled:
+            return
+        if beside is not None:
+            self.registry, self._families = beside.registry, beside._families
             return
         from prometheus_client import CollectorRegistry, disable_created_metrics
 
@@ -66,27 +75,29 @@ class Metrics:
         memory = self._gauge("process_resident_bytes", "Resident memory of this process")
         memory.set_function(resident_bytes)
 
+    def _family(self, kind: str, name: str, what: str, labels: tuple[str, ...] = LABELS, **options: Any) -> Any:
+        if name not in self._families:
+            import prometheus_client
+
+            made = getattr(prometheus_client, kind)(f"shuffle_{name}", what, labels, registry=self.registry, **options)
+            self._families[name] = made
+        return self._families[name]
+
     def _counter(self, name: str, what: str) -> Counter:
         if self.registry is None:
             return cast("Counter", Nothing())
-        from prometheus_client import Counter
-
-        return Counter(f"shuffle_{name}", what, LABELS, registry=self.registry).labels(*self.label_values)
+        return cast("Counter", self._family("Counter", name, what).labels(*self.label_values))
 
     def _gauge(self, name: str, what: str) -> Gauge:
         if self.registry is None:
             return cast("Gauge", Nothing())
-        from prometheus_client import Gauge
-
-        return Gauge(f"shuffle_{name}", what, LABELS, registry=self.registry).labels(*self.label_values)
+        return cast("Gauge", self._family("Gauge", name, what).labels(*self.label_values))
 
     def _gauges_by_reducer(self, name: str, what: str) -> Callable[[int], Gauge]:
         if self.registry is None:
             return lambda reducer: cast("Gauge", Nothing())
-        from prometheus_client import Gauge
-
-        gauge = Gauge(f"shuffle_{name}", what, (*LABELS, "reducer"), registry=self.registry)
-        return lambda reducer: gauge.labels(*self.label_values, str(reducer))
+        gauge = self._family("Gauge", name, what, (*LABELS, "reducer"))
+        return lambda reducer: cast("Gauge", gauge.labels(*self.label_values, str(reducer)))
 
     def _seconds(self, name: str, what: str) -> Histogram:
         return self._histogram(name, what, SECONDS_BUCKETS)
@@ -94,10 +105,8 @@ class Metrics:
     def _histogram(self, name: str, what: str, buckets: Sequence[float]) -> Histogram:
         if self.registry is None:
             return cast("Histogram", Nothing())
-        from prometheus_client import Histogram
-
-        histogram = Histogram(f"shuffle_{name}", what, LABELS, buckets=buckets, registry=self.registry)
-        return histogram.labels(*self.label_values)
+        histogram = self._family("Histogram", name, what, buckets=buckets)
+        return cast("Histogram", histogram.labels(*self.label_values))
 
 
 def storage_bytes_written() -> float:

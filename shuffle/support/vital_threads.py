@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import os
 import sys
 import threading
@@ -33,8 +34,12 @@ _log = get_logger(__name__)
 
 
 def start_vital(target: Callable[[], object], name: str, on_death: OnDeath) -> threading.Thread:
-    """A started thread that runs ``target``, and calls ``on_death`` should that raise anything."""
-    thread = threading.Thread(target=_run, args=(target, name, on_death), name=name, daemon=True)
+    """A started thread that runs ``target``, and calls ``on_death`` should that raise anything.
+
+    It has the context of whoever starts it: its log lines are of the same worker.
+    """
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(_run, target, name, on_death), name=name, daemon=True)
     thread.start()
     return thread
 

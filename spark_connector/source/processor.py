@@ -258,7 +258,8 @@ def _flight(address: str) -> Any:
 
 def _status(mapper: MapperAddress) -> Produced | None:
     try:
-        body = flight.do_action(_flight(mapper.address), "status", who=mapper.address, timeout_s=ASK_TIMEOUT_S)
+        connection, guid = _flight(mapper.address), mapper.guid.encode()
+        body = flight.do_action(connection, "status", guid, who=mapper.address, timeout_s=ASK_TIMEOUT_S)
         answer = json.loads(body)
         if answer["guid"] != mapper.guid:
             return None

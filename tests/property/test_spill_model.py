@@ -12,7 +12,9 @@ from shuffle.durable.mapper_state import MapperState
 from shuffle.errors import RowsGone, StoreUnavailable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.mapper.core import MapperCore, TrimPlan
-from shuffle.mapper.spill.spill import SPILL_SCHEMA, Spill, SpillAnswer, SpillEnd, decode_batch, decode_heads, encode
+from shuffle.mapper.spill.answer import SpillAnswer
+from shuffle.mapper.spill.format import SPILL_SCHEMA, SpillEnd, decode_batch, decode_heads, encode
+from shuffle.mapper.spill.index import Spill
 from shuffle.messages import GetRows
 from shuffle.spec.config import SpillSpec
 from tests.property.test_window_model import LIMIT_BYTES, REDUCERS, InputRow, WindowModel, input_rows

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.sim import coverage, mutants, product, profiles, shrink, stragglers, twins
+from tests.sim import coverage, hosting, mutants, product, profiles, shrink, stragglers, twins
 from tests.sim.simulation import Result, Simulation
 from tests.sim.switching import HAS_GREENLET
 
@@ -31,7 +31,12 @@ HASHED = 3
 FAILURES_SHOWN_MAX = 5
 FAILURES_SHRUNK_MAX = 1
 """Shrinking takes a hundred runs; the other seeds can be given by ``--seed`` one by one."""
-MARKS_OF = {None: coverage.EXPECTED, profiles.STRAGGLERS: stragglers.MARKS, profiles.TWINS: twins.MARKS}
+MARKS_OF = {
+    None: coverage.EXPECTED,
+    profiles.HOSTING: hosting.MARKS,
+    profiles.STRAGGLERS: stragglers.MARKS,
+    profiles.TWINS: twins.MARKS,
+}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ from typing import Any
 
 from shuffle.durable.mapper_state import MAPPERS_KEY, MAPPERS_VALUE
 from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE
-from shuffle.mapper.spill.spill import SPILL_SCHEMA
+from shuffle.mapper.spill.format import SPILL_SCHEMA
 from shuffle.mapper.spill.store import SPILLS_KEY, SPILLS_VALUE
 from shuffle.spec.config import InputSpec, MapperSpec, ProcessorSpec, ReducerSpec
 from shuffle.statestore.client.client import StateClient

@@ -98,7 +98,9 @@ def _lie_again_and_again(simulation: Simulation, rng: Random) -> None:
         found = simulation.network.servers.get(address)
         if found is None:
             continue
-        ticket = _lie(simulation, found[1]._shared.core, rng)
+        mappers = list(found[1].mappers.values())
+        one = mappers[int(rng.random() * len(mappers))] if len(mappers) > 1 else mappers[0]
+        ticket = _lie(simulation, one.shared.core, rng)
         try:
             flight.connect(address).do_get(flight.Ticket(ticket), ANSWER_S_MAX)
         except ShuffleError as error:

@@ -13,8 +13,8 @@ from shuffle.durable.reducer_state import REDUCERS_KEY as _KEY
 from shuffle.durable.reducer_state import ReducerState as _State
 from shuffle.mapper.claims import Claims as _Claims
 from shuffle.mapper.core import MapperCore as _Core
-from shuffle.mapper.daemon import _Daemon
-from shuffle.mapper.serve import SharedCore as _Shared
+from shuffle.mapper.instance import MapperInstance as _Instance
+from shuffle.mapper.shared_core import SharedCore as _Shared
 from shuffle.mapper.trim import Trimmer as _Trimmer
 
 
@@ -58,7 +58,7 @@ def committed_index_of_another_mapper_used(patch: Any) -> None:
 
 
 def restart_after_a_false_claim_forgotten(patch: Any) -> None:
-    patch(_Daemon, "_false_claim", lambda self, error: None)
+    patch(_Instance, "_false_claim", lambda self, error: None)
 
 
 def false_claim_forgiven(patch: Any) -> None:
@@ -67,7 +67,7 @@ def false_claim_forgiven(patch: Any) -> None:
     def false_claim(self: Any, error: Any) -> None:
         self._core.learn_committed({error.reducer_index: error.claimed_row_index})
 
-    patch(_Daemon, "_false_claim", false_claim)
+    patch(_Instance, "_false_claim", false_claim)
 
 
 def store_asked_before_the_claims(patch: Any) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 from shuffle.durable.mapper_state import state_rows as _state_rows
 from shuffle.durable.tables import mappers_table as _mappers_table
 from shuffle.mapper.core import MapperCore as _Core
-from shuffle.mapper.serve import SharedCore as _Shared
+from shuffle.mapper.shared_core import SharedCore as _Shared
+from shuffle.mapper.spill.answer import SpillAnswer as _Answer
+from shuffle.mapper.spill.index import Spill as _Spill
 from shuffle.mapper.spill.policy import Spilling as _Spilling
-from shuffle.mapper.spill.spill import Spill as _Spill
-from shuffle.mapper.spill.spill import SpillAnswer as _Answer
 from shuffle.mapper.spill.store import SpillStore as _Store
 from shuffle.mapper.trim import Trimmer as _Trimmer
 from shuffle.statestore.client.transaction import Transaction as _Transaction

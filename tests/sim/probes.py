@@ -19,7 +19,8 @@ from shuffle.errors import (
     StaleMapper,
 )
 from shuffle.mapper.core import MapperCore
-from shuffle.mapper.serve import SharedCore
+from shuffle.mapper.serve import MapperServer
+from shuffle.mapper.shared_core import SharedCore
 from shuffle.reducer.core import ReducerCore
 from shuffle.reducer.reduce import ReduceStage
 from shuffle.reducer.shared_core import SharedCore as SharedReducerCore
@@ -121,6 +122,12 @@ def _watch_claims() -> None:
             observe_false_claim(core.mapper_index, error.reducer_index, error.claimed_row_index)
 
     _watch(MapperCore, "check_claims", checked)
+
+    def routed(mark: Any, server: Any, args: Any, result: Any, error: Any) -> None:
+        if isinstance(error, StaleMapper):
+            mark("a mapper process refused a request for an instance of another life")
+
+    _watch(MapperServer, "mapper", routed)
 
 
 def _watch_reducer() -> None:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shuffle.mapper.core import MapperCore
+from shuffle.mapper.spill.answer import SpillAnswer
+from shuffle.mapper.spill.index import Spill
 from shuffle.mapper.spill.policy import Spilling
-from shuffle.mapper.spill.spill import Spill, SpillAnswer
 from shuffle.mapper.spill.store import SpillStore
 from shuffle.mapper.trim import Trimmer
 

@@ -103,7 +103,8 @@ def _settle() -> None:
     """Constants that are right for a real machine and would only make virtual time long."""
     names = ("shuffle.mapper.daemon", "shuffle.reducer.daemon", "shuffle.reducer.fetch", "shuffle.reducer.exchange")
     mapper, reducer, fetch, stream = (sys.modules[name] for name in names)
-    vars(mapper).update(MapperMetrics=NoMetrics, DRAIN_S=2.0)
+    vars(mapper).update(MapperMetrics=NoMetrics)
+    vars(sys.modules["shuffle.mapper.instance"]).update(DRAIN_S=2.0)
     vars(reducer).update(ReducerMetrics=NoMetrics, _STOP_CHECK_S=1.0)
     vars(fetch).update(ANSWER_S_MAX=1.0, LOCATE_S_MAX=0.5)
     vars(stream).update(STREAM_S_MAX=0.5)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 
+HOSTING = "hosting"
 STRAGGLERS = "stragglers"
 TWINS = "twins"
-NAMES = (STRAGGLERS, TWINS)
+NAMES = (STRAGGLERS, TWINS, HOSTING)
 _VARIABLE = "SHUFFLE_SIM_PROFILE"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from shuffle.statestore.client.client import StateClient
 from tests.sim import checkers, faults, flight, kernel, probes, shims
 from tests.sim.clients import Producer, SnapshotReader
 from tests.sim.discovery_faults import Lies
+from tests.sim.hosting import Hosting
 from tests.sim.job import batch_bytes_max, job_spec, prepared_disk
 from tests.sim.kernel import Process, World
 from tests.sim.liars import Liars, is_lie
@@ -56,14 +57,15 @@ class Simulation:
         self.stragglers = Stragglers(seed)
         self.twins = Twins(seed)
         self.liars = Liars(seed)
+        self.hosting = Hosting(seed)
         workload = Workload.make(self.world.streams["workload"])
-        self.workload = self.twins.workload(self.stragglers.workload(workload))
+        self.workload = self.hosting.workload(self.twins.workload(self.stragglers.workload(workload)))
         self.oracle = Oracle(self.workload)
         made = self.twins.faults(self.stragglers.faults(faults.make_faults(self.world.streams["faults"])))
-        made = self.liars.faults(made)
+        made = self.hosting.faults(self.liars.faults(made))
         self.faults = made if fault_list is None else fault_list
         rng = self.world.streams["workload"]
-        self.spec = self.stragglers.spec(job_spec(self.workload, rng))
+        self.spec = self.hosting.spec(self.stragglers.spec(job_spec(self.workload, rng)))
         self.world.preempt_chance = rng.choice([0.0, 0.0, 0.02])
         self.sync_us_usual = self.sync_us_max = rng.choice([200, 3_000, 15_000])
         self.producer = Producer(self.world, self.workload, rng.choice([1, 4, 12]), rng.choice([0.02, 0.08, 0.2]))
@@ -133,8 +135,8 @@ class Simulation:
         self.host = StoreHost(world, self.network, self.disk)
         self.host.on_commit = lambda request, committed: self.checkers.on_commit(request, committed.version)
         self._ends: list[Callable[[], None]] = []
-        counts = [("mapper", self.workload.mapper_count), ("reducer", self.workload.reducer_count)]
-        self.slots = [Slot(self, role, index) for role, count in counts for index in range(count)]
+        self.slots = [Slot(self, "mapper", hosted) for hosted in self.hosting.processes(self.workload.mapper_count)]
+        self.slots += [Slot(self, "reducer", [index]) for index in range(self.workload.reducer_count)]
         self._wire()
         self.host.start()
         for slot in self.slots:
@@ -218,19 +220,20 @@ class Simulation:
         store.distort = self.lies.distort
         return StateClient(store)
 
-    def mapper_main(self, process: Process, index: int) -> None:
+    def mapper_main(self, process: Process, hosted: Sequence[int]) -> None:
+        indexes = [MapperIndex(index) for index in hosted]
         self._worker(
             process,
             lambda stop: shuffle.mapper.daemon._run(
-                self.spec, MapperIndex(index), self.client(process), "127.0.0.1:0", stop, lambda address: None
+                self.spec, indexes, self.client(process), "127.0.0.1:0", stop, lambda address: None
             ),
         )
 
-    def reducer_main(self, process: Process, index: int) -> None:
+    def reducer_main(self, process: Process, hosted: Sequence[int]) -> None:
         self._worker(
             process,
             lambda stop: shuffle.reducer.daemon.ReducerDaemon(
-                self.spec, index, self.client(process), self.workload.mapper_count
+                self.spec, hosted[0], self.client(process), self.workload.mapper_count
             ).run(stop),
         )
 
@@ -262,9 +265,9 @@ class Simulation:
             self.checkers.violated(7, f"mapper {mapper} dropped row {dropped} of reducer {reducer}, not committed")
 
     def _observe_answer(self, server: Any, ticket: Any, chunks: list[Any]) -> None:
-        core = server._shared.core
         batches = [(chunk.data, int(chunk.app_metadata)) for chunk in chunks]
         asked = json.loads(ticket.ticket)
+        core = server.mapper(asked["mapper_id"]).shared.core
         self.checkers.on_get_rows(core.mapper_index, asked, batches, is_lie(asked))
         self.checkers.on_window(core.mapper_index, core.nbytes, core.memory_bytes_max, self.batch_bytes_max)
         parts = [

@@ -144,5 +144,5 @@ def staged_bytes_min() -> int:
 
 def settle(modules: dict[str, Any]) -> None:
     vars(modules["shuffle.mapper.spill.store"]).update(STAGED_BYTES_MIN=staged_bytes_min(), STAGED_TTL_MS=3_000)
-    vars(modules["shuffle.mapper.spill.spill"]).update(BATCH_BYTES=120)
+    vars(modules["shuffle.mapper.spill.format"]).update(BATCH_BYTES=120)
     vars(modules["shuffle.mapper.spill.policy"]).update(BLOCKED_MS=300)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from shuffle.spec.index_sets import indexes_text
 from tests.sim.kernel import Process
 
 if TYPE_CHECKING:
@@ -11,13 +13,14 @@ if TYPE_CHECKING:
 
 
 class Slot:
-    """A place for a worker: one instance at least, more while a fault has it so."""
+    """A place for a process with one worker, or several: one such process at least, more while a fault has it so."""
 
-    def __init__(self, simulation: Simulation, role: str, index: int) -> None:
+    def __init__(self, simulation: Simulation, role: str, hosted: Sequence[int]) -> None:
         self.simulation = simulation
         self.role = role
-        self.index = index
-        self.name = f"{role}{index}"
+        self.hosted = hosted
+        self.index = hosted[0]
+        self.name = f"{role}{indexes_text(hosted)}"
         self._processes: list[Process] = []
         self.starts = 0
         self.away_until_us = 0
@@ -35,9 +38,11 @@ class Slot:
         self._processes.append(process)
         process.at_end.append(self._ended)
         main = simulation.mapper_main if self.role == "mapper" else simulation.reducer_main
-        process.spawn("main", lambda: main(process, self.index))
+        process.spawn("main", lambda: main(process, self.hosted))
 
     def _ended(self) -> None:
+        if len(self.hosted) > 1:
+            self.simulation.world.mark("several mappers died together")
         # The controller starts it again, a little later.
         self.simulation.world.at(self.simulation.world.now_us + 150_000, lambda _: self.ensure())
 

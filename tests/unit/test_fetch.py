@@ -18,8 +18,8 @@ from shuffle.errors import ShuffleError, StaleMapper, StoreUnavailable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token, new_guid
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
-from shuffle.mapper.serve import MapperServer
-from shuffle.mapper.serve import SharedCore as SharedMapperCore
+from shuffle.mapper.serve import HostedMapper, MapperServer
+from shuffle.mapper.shared_core import SharedCore as SharedMapperCore
 from shuffle.messages import GetRows
 from shuffle.metrics import ReducerMetrics
 from shuffle.reducer.core import FetchedBatch, FetchLimits, ReduceBatch, ReducerCore
@@ -53,7 +53,7 @@ class ServedMapper:
         self.committed: dict[ReducerIndex, ShuffleIndex] = {}
         """What the reducers' rows in the store would say."""
         self.shared = SharedMapperCore(self.core, 2, read_committed=lambda: self.committed)
-        self.server = MapperServer(self.shared)
+        self.server = MapperServer([HostedMapper.of(self.shared)])
         self.address = self.server.address
 
     def produce(self, count: int) -> None:

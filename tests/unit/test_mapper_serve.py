@@ -19,8 +19,10 @@ from shuffle.limits import TICKET_BYTES_MAX
 from shuffle.mapper.bucket import ServedBatch
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
-from shuffle.mapper.serve import CONFIRM_S, CROWDED_WAIT_S, MapperServer, SharedCore, joined
-from shuffle.mapper.spill.spill import Spill, SpillEnd
+from shuffle.mapper.serve import HostedMapper, MapperServer, joined
+from shuffle.mapper.shared_core import CONFIRM_S, CROWDED_WAIT_S, SharedCore
+from shuffle.mapper.spill.format import SpillEnd
+from shuffle.mapper.spill.index import Spill
 from shuffle.messages import BatchTail, GetRows
 from shuffle.support import flight
 from shuffle.support.slots import Places
@@ -37,7 +39,7 @@ class Served:
         self.committed: dict[ReducerIndex, ShuffleIndex] = {}
         """What the reducers' rows in the store would say."""
         self.shared = SharedCore(self.core, 2, read_committed=lambda: self.committed)
-        self.server = MapperServer(self.shared)
+        self.server = MapperServer([HostedMapper.of(self.shared)])
         self.client = flight.connect(self.server.address)
 
     def feed(self, values: list[int], reducers: list[int]) -> None:

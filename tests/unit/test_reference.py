@@ -149,7 +149,7 @@ def with_value(key: spec.Key, name: str, value: object) -> dict[str, object]:
     section[name] = value
     if key.place == "mapper.memory":
         section["batch_bytes_max"] = 1024
-    if key.place == "mapper.batch_bytes_max":
+    if key.place in ("mapper.batch_bytes_max", "mapper.per_process"):
         section["memory"] = "1TiB"
     if key.place == "reducer.backoff":
         section["backoff_max"] = "10min"

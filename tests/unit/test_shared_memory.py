@@ -13,13 +13,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shuffle.errors import BadInput
+from shuffle.errors import BadInput, StaleMapper
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
-from shuffle.mapper.serve import OUTBOX_BYTES_MIN, SHARED_BYTES_MAX, SHARED_OF_WINDOW, MapperServer, SharedCore
+from shuffle.mapper.serve import HostedMapper, MapperServer
+from shuffle.mapper.shared_core import OUTBOX_BYTES_MIN, SHARED_BYTES_MAX, SHARED_OF_WINDOW, SharedCore
 from shuffle.messages import GetRows, SharedRows
+from shuffle.reducer.connections import ClientPool
 from shuffle.reducer.exchange import RowStream, validate_offsets
+from shuffle.reducer.fetch import Connections
 from shuffle.support import flight, shared_memory
 from shuffle.support.shared_memory import BYTES_MIN, Inbox, Note, NotShared, Outbox
 from tests.waiting import wait_until
@@ -113,7 +116,7 @@ class Served:
         rows = pa.Table.from_batches([batch(0, ROWS)])
         shared.ingest(None, ROWS, Token(b"t"), MappedBatch(SCHEMA, ROWS, cut(rows, np.zeros(ROWS, np.int64), 1)))
         self.core = core
-        self.server = MapperServer(shared)
+        self.server = MapperServer([HostedMapper.of(shared)])
         self.client = flight.connect(self.server.address)
 
     def stream(self, share_memory: bool = True) -> RowStream:
@@ -165,6 +168,32 @@ def test_large_answers_come_through_memory(mapper: Served, taken: list[Note]) ->
     assert len({(note.pid, note.fd, note.inode) for note in taken}) == 1
     assert len(taken) == 3
     stream.close()
+
+
+def test_mappers_of_one_process_have_memory_of_their_own_each(taken: list[Note]) -> None:
+    cores = [MapperCore(Guid(f"g{index}"), MapperIndex(index), 1, 1 << 30) for index in range(2)]
+    shared = [SharedCore(core, 1) for core in cores]
+    for one, begin in zip(shared, (0, ROWS), strict=True):
+        rows = pa.Table.from_batches([batch(begin, ROWS)])
+        one.ingest(None, ROWS, Token(b"t"), MappedBatch(SCHEMA, ROWS, cut(rows, np.zeros(ROWS, np.int64), 1)))
+    server = MapperServer([HostedMapper.of(one) for one in shared])
+    clients = ClientPool()
+    connections = [Connections(clients=clients) for _ in cores]
+    found = []
+    for core, own in zip(cores, connections, strict=True):
+        request = GetRows(core.guid, ReducerIndex(0), ShuffleIndex(-1), ShuffleIndex(-1), 40_000, 16 << 20)
+        answer = own.stream_to(server.address, "mapper").get_rows(request, 10)
+        found.append(answer[0][0].column(0)[0].as_py())
+    assert found == [0, ROWS], "each is asked for its own rows"
+    assert connections[0].to(server.address) is connections[1].to(server.address), "over one connection"
+    assert len({(note.pid, note.fd, note.inode) for note in taken}) == 2
+    assert [core.reserved_bytes > 0 for core in cores] == [True, True]
+    stale = GetRows(Guid("gone"), ReducerIndex(0), ShuffleIndex(-1), ShuffleIndex(-1), 1, 1)
+    with pytest.raises(StaleMapper, match="g0 of mapper 0, g1 of mapper 1"):
+        connections[0].stream_to(server.address, "mapper").get_rows(stale, 10)
+    for own in connections:
+        own.close()
+    assert server.close()
 
 
 def test_small_answers_and_those_of_other_machines_come_over_the_wire(

@@ -10,23 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import shuffle.mapper.spill.spill as spill
+import shuffle.mapper.spill.format as spill_format
 from shuffle.durable.tables import spill_queue
 from shuffle.errors import CommitUnknown, CorruptData, RowsGone
 from shuffle.ids import NOTHING_COMMITTED, Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.mapper.core import MapperCore
 from shuffle.mapper.reader import QueueReader
-from shuffle.mapper.spill.spill import (
-    Spill,
-    SpillAnswer,
-    SpillEnd,
-    SpillHead,
-    SpillPart,
-    SpillRead,
-    decode_batch,
-    decode_heads,
-    encode,
-)
+from shuffle.mapper.spill.answer import SpillAnswer, SpillRead
+from shuffle.mapper.spill.format import SpillEnd, SpillHead, SpillPart, decode_batch, decode_heads, encode
+from shuffle.mapper.spill.index import Spill
 from shuffle.mapper.spill.store import SpillStore
 from shuffle.mapper.trim import Trimmer
 from shuffle.messages import METADATA_FIELDS
@@ -70,7 +62,7 @@ def indexes_of(answer: SpillAnswer) -> list[int]:
 
 
 @pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
-def test_rows_come_back_with_their_indexes(compression: spill.Compression) -> None:
+def test_rows_come_back_with_their_indexes(compression: spill_format.Compression) -> None:
     table, end = encode([part([3, 4, 900]), part([70_000, 2**40])], SpillEnd(), NOTHING_COMMITTED, compression, 5)
     assert (end.position, end.last_row_index, end.rows, end.since_ms) == (table.num_rows, 2**40, 5, 5)
     answer = read_all(table)
@@ -89,7 +81,7 @@ def test_rows_that_were_encoded_are_let_go() -> None:
 
 
 def test_small_parts_share_a_batch_and_large_ones_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill, "BATCH_BYTES", 1_000)
+    monkeypatch.setattr(spill_format, "BATCH_BYTES", 1_000)
     small = [part([index]) for index in range(20)]
     large = part(list(range(100, 160)), width=100)
     table, end = encode([*small, large], SpillEnd(), NOTHING_COMMITTED, "none", 0)
@@ -109,7 +101,7 @@ def test_time_of_each_row_survives_the_joining_of_parts() -> None:
 
 
 def test_answer_keeps_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill, "BATCH_BYTES", 30)
+    monkeypatch.setattr(spill_format, "BATCH_BYTES", 30)
     table, _ = encode([part([2, 4, 6, 8, 10, 12])], SpillEnd(), NOTHING_COMMITTED, "none", 0)
     assert table.num_rows > 1
     assert indexes_of(read_all(table, cursor=4)) == [6, 8, 10, 12]
@@ -166,7 +158,7 @@ def test_trim_of_the_spill_that_was_not_answered_is_done_again(tmp_path: Path, m
     table, end = encode([part([0, 1])], SpillEnd(), NOTHING_COMMITTED, "none", 0)
     reducer = ReducerIndex(0)
     with StateClient.open(tmp_path) as client:
-        queue = client.create_queue(spill_queue("job", 0), spill.SPILL_SCHEMA, 1)
+        queue = client.create_queue(spill_queue("job", 0), spill_format.SPILL_SCHEMA, 1)
         queue.append(0, table)
         client.create_queue("in", pa.schema([("n", pa.int64())]), 1)
         core = MapperCore(Guid("g"), MapperIndex(0), 1, 1 << 30)

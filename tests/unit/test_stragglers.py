@@ -17,7 +17,8 @@ from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
 from shuffle.mapper.reader import PartitionReader
-from shuffle.mapper.spill.spill import Spill, SpillEnd, encode
+from shuffle.mapper.spill.format import SpillEnd, encode
+from shuffle.mapper.spill.index import Spill
 from shuffle.mapper.spill.store import SPILLS_KEY, SPILLS_VALUE, SpillStore
 from shuffle.mapper.spill.stragglers import STANDING_AGES, Seen, Stragglers
 from shuffle.mapper.trim import LOOK_S, Trimmer

@@ -1,4 +1,4 @@
-"""Spilled rows: what they look like in their queue, and what a mapper knows about them.
+"""What spilled rows look like in their queue: encoding and decoding.
 
 When the front of the window is held by stragglers only, their rows move to a queue of the state store, and the window
 moves on. Each (mapper, reducer) has a partition of its own; a row of it is one *spilled batch*: rows of the reducer as
@@ -13,28 +13,20 @@ No I/O, no threads, no clocks in here.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from shuffle.errors import CorruptData, RowsGone
-from shuffle.ids import NOTHING_COMMITTED, ReducerIndex, ShuffleIndex
+from shuffle.errors import CorruptData
+from shuffle.ids import NOTHING_COMMITTED, ShuffleIndex
 from shuffle.limits import MIB
-from shuffle.mapper.bucket import ServedBatch, fit, with_metadata
 from shuffle.spec.config import Compression
 
 BATCH_BYTES = 2 * MIB
 """Of the rows in one spilled batch, about. What is read, decompressed and trimmed at once."""
-
-HEADS_MAX = 4096
-"""Spilled batches that were read and are not committed yet, of which a mapper remembers where they end: 8 GiB of rows.
-A reducer further ahead of its own commits than that is served all the same, only slower."""
 
 SPILL_SCHEMA = pa.schema(
     [
@@ -97,90 +89,6 @@ class SpillHead(NamedTuple):
     rows_after: int
     """Ever spilled, up to the end of this batch."""
     bytes_after: int
-
-
-class Spill:
-    """What a mapper knows of the spill of one reducer: from ``begin`` to ``end``, none of it wholly committed."""
-
-    def __init__(self, end: SpillEnd, begin: int, rows_before: int, bytes_before: int) -> None:
-        self.end = end
-        self.begin = min(begin, end.position)
-        self._rows_done = rows_before
-        self._bytes_done = bytes_before
-        self._heads: deque[SpillHead] = deque()
-        """Of the batches from ``begin`` on that were read, without a gap. Those behind them will be known once they
-        are read: a spill of days would fill the memory with them otherwise."""
-        self.dropped = NOTHING_COMMITTED
-        """The last row of the last batch that was dropped from here, being committed."""
-        self.trimmed = self.begin
-        """Up to where the store was told that it is not needed any more."""
-
-    @property
-    def is_empty(self) -> bool:
-        return self.begin >= self.end.position
-
-    @property
-    def rows(self) -> int:
-        """Waiting here, those of a batch that is partly committed included."""
-        return 0 if self.is_empty else self.end.rows - self._rows_done
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.is_empty else self.end.nbytes - self._bytes_done
-
-    def commit(self, row_index: ShuffleIndex) -> None:
-        """The reducer has committed everything up to ``row_index``: forget the batches that are wholly below it."""
-        if self.is_empty:
-            return
-        while self._heads and self._heads[0].last_row_index <= row_index:
-            self._drop(self._heads.popleft())
-        if self.end.last_row_index <= row_index:
-            self._heads.clear()
-            last = self.end.position - 1
-            self._drop(SpillHead(last, self.end.last_row_index, self.end.rows, self.end.nbytes))
-
-    def _drop(self, head: SpillHead) -> None:
-        self.begin = head.position + 1
-        self._rows_done, self._bytes_done = head.rows_after, head.bytes_after
-        self.dropped = head.last_row_index
-
-    def position_after(self, cursor: ShuffleIndex) -> int:
-        """The batch to begin reading at for the rows after ``cursor``; it may be one that ends before them."""
-        at = bisect_right(self._heads, cursor, key=attrgetter("last_row_index"))
-        if at < len(self._heads):
-            return self._heads[at].position
-        return self._heads[-1].position + 1 if self._heads else self.begin
-
-    def learn(self, heads: Sequence[SpillHead]) -> None:
-        """What was read of these batches; those that do not follow upon what is known are of no use."""
-        for head in heads:
-            following = self._heads[-1].position + 1 if self._heads else self.begin
-            if head.position == following and len(self._heads) < HEADS_MAX:
-                self._heads.append(head)
-
-    def extend(self, end: SpillEnd) -> None:
-        """More was spilled."""
-        assert end.position > self.end.position
-        if self.is_empty:
-            self.begin = self.end.position
-            self._rows_done, self._bytes_done = self.end.rows, self.end.nbytes
-        self.end = end
-
-
-@dataclass(frozen=True, slots=True)
-class SpillRead:
-    """What to read of a spill to answer one GetRows."""
-
-    reducer_index: ReducerIndex
-    spill: Spill
-    """Whose ``learn`` wants to hear of the batches read."""
-    position: int
-    end: int
-    cursor: ShuffleIndex
-    to_row_index: ShuffleIndex | None
-    max_rows: int
-    max_bytes: int
-    with_metadata: bool = False
 
 
 # writing
@@ -311,54 +219,3 @@ def _indexes(first: int, rows: int, steps: bytes) -> Indexes:
         np.cumsum(np.frombuffer(steps, f"<u{width}"), out=indexes[1:])
         indexes[1:] += first
     return indexes
-
-
-class SpillAnswer:
-    """The answer to one GetRows, out of spilled batches that are given in their order."""
-
-    def __init__(self, read: SpillRead, bytes_max: int) -> None:
-        self._read = read
-        self._cursor = read.cursor
-        self._rows_left = read.max_rows
-        self._bytes_left = min(read.max_bytes, bytes_max)
-        self.served: list[ServedBatch] = []
-
-    def add(self, batch: SpilledBatch) -> bool:
-        """Takes what fits of ``batch``; whether the next one is wanted too.
-
-        A batch that does not continue at the cursor ends the answer; if nothing has been taken yet, rows are missing
-        that the reducer has not committed by what it says of itself, and that is an error: they are never skipped.
-        """
-        if self._cursor < batch.previous_row_index:
-            if not self.served:
-                raise self._gone(batch.previous_row_index)
-            return False
-        begin = int(np.searchsorted(batch.row_indexes, self._cursor, side="right"))
-        end = len(batch.row_indexes)
-        if self._read.to_row_index is not None:
-            end = int(np.searchsorted(batch.row_indexes, self._read.to_row_index, side="right"))
-        wanted = min(end - begin, self._rows_left)
-        if wanted <= 0:
-            return False
-        rows = fit(batch.rows.slice(begin, wanted), self._bytes_left)
-        if rows.num_rows == 0:
-            if self.served:
-                return False
-            rows = batch.rows.slice(begin, 1)  # A bound that no answer can keep would stop the reducer.
-        last = begin + rows.num_rows
-        self._cursor = ShuffleIndex(int(batch.row_indexes[last - 1]))
-        self._rows_left -= rows.num_rows
-        self._bytes_left -= rows.nbytes
-        if self._read.with_metadata:
-            rows = with_metadata(rows, batch.row_indexes[begin:last], batch.times_us[begin:last])
-        self.served.append(ServedBatch(rows, self._cursor))
-        return last == len(batch.row_indexes) and self._rows_left > 0 and self._bytes_left > 0
-
-    def _gone(self, before: ShuffleIndex) -> RowsGone:
-        return RowsGone(
-            f"reducer {self._read.reducer_index} asks for rows after {self._cursor}, but those up to {before} were "
-            "committed in its name and are gone: another instance of this reducer is alive, or its state was lost. "
-            "Read the reducer's state again",
-            reducer_index=self._read.reducer_index,
-            dropped_row_index=before,
-        )

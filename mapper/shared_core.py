@@ -1,0 +1,274 @@
+"""A ``MapperCore`` that threads share: one lock, who waits for what, and the memory for answers on this machine."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import pyarrow as pa
+
+from shuffle.durable.mapper_state import MapperState
+from shuffle.errors import NotServed, OutOfRange, StoreUnavailable
+from shuffle.ids import ReducerIndex, ShuffleIndex, Token
+from shuffle.limits import MIB, WAIT_MS_MAX
+from shuffle.mapper.bucket import Bucket, ServedBatch
+from shuffle.mapper.core import MappedBatch, MapperCore
+from shuffle.mapper.spill.answer import SpillRead
+from shuffle.mapper.spill.format import SpillHead
+from shuffle.mapper.spill.index import Spill
+from shuffle.messages import GetRows
+from shuffle.support.shared_memory import Outbox
+
+SHARED_BYTES_MAX = 32 * MIB
+"""Memory for answers to reducers on this machine, for all of them together. It is taken off the window's limit."""
+
+SHARED_OF_WINDOW = 4
+"""And not more than the window's limit divided by this."""
+
+OUTBOX_BYTES_MIN = 1 * MIB
+"""Of that, for one reducer. Answers are cut to what it has, so with less they are better sent over the wire."""
+
+WAITERS_PER_REDUCER_MAX = 4
+"""Requests of one reducer that may wait at once: its own, and those of instances and calls that it has given up."""
+
+CROWDED_WAIT_S = 0.1
+"""The longest wait of one more request than those: long enough that who asks again at once is not always asking."""
+
+FULL_WAIT_S = 0.02
+"""The longest wait while the window is full and the caller has not committed all that it was given: the next request
+may bring the news that makes room."""
+
+CONFIRM_S = 0.05
+"""How often at most the store is asked to confirm what requests say. Few requests need that, but anybody can send them;
+an honest one that comes too soon is sent again after a moment."""
+
+CANCEL_CHECK_S = 1.0
+"""How often a waiting request looks whether its caller is still there."""
+
+
+class SharedCore:
+    """A ``MapperCore`` shared by the ingestion, the trim and the handlers: one lock, and who is woken by what."""
+
+    def __init__(
+        self,
+        core: MapperCore,
+        reducer_count: int,
+        read_spill: Callable[[SpillRead], tuple[list[SpillHead], list[ServedBatch]]] | None = None,
+        read_committed: Callable[[], Mapping[ReducerIndex, ShuffleIndex]] = dict,
+    ) -> None:
+        """``read_spill`` reads spilled rows from the store; without it there are none. ``read_committed`` reads what
+        the reducers' rows in the store say."""
+        self.core = core
+        self._read_spill = read_spill
+        self._read_committed = read_committed
+        self._is_confirming = False
+        self._confirmed_s = -math.inf
+        """When the store was last asked what is committed, to confirm what a request said."""
+        self.lock = threading.RLock()
+        self._room = threading.Condition(self.lock)
+        """Notified when rows were committed, so that the ingestion may go on."""
+        self._new_rows = [threading.Condition(self.lock) for _ in range(reducer_count)]
+        """Notified when there are new rows for a reducer."""
+        self.reducer_count = reducer_count
+        self.closing = False
+        """Nothing more is waited for: calls get what there is, and exchanges end."""
+
+    def restart(
+        self,
+        persisted: MapperState,
+        committed: Mapping[ReducerIndex, ShuffleIndex],
+        spills: Mapping[ReducerIndex, Spill],
+    ) -> None:
+        """As that of the core, with what is in the spill."""
+        with self.lock:
+            self.core.restart(persisted, committed)
+            self.core.load_spill(spills)
+            # Who came before that was known, and waits for new rows, may have rows in the spill.
+            for condition in self._new_rows:
+                condition.notify_all()
+
+    def ingest(self, observed: MapperState | None, rows_in: int, token_after: Token, mapped: MappedBatch) -> None:
+        with self.lock:
+            schema_was_known = self.core.schema is not None
+            woken = self.core.ingest(observed, rows_in, token_after, mapped)
+            reducers: Iterable[int] = woken if schema_was_known else range(len(self._new_rows))
+            for reducer_index in reducers:
+                self._new_rows[reducer_index].notify_all()
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """Waits until the window is below its limit; whether it is."""
+        with self.lock:
+            if not self.core.wants_input:
+                for condition in self._new_rows:
+                    condition.notify_all()  # Those who wait for rows are not to wait as long now.
+            self._room.wait_for(lambda: self.core.wants_input or self.closing, timeout_s)
+            return self.core.wants_input
+
+    def trimmed(self) -> None:
+        """Dead letters that were persisted leave room too."""
+        with self.lock:
+            self._room.notify_all()
+
+    def get_rows(
+        self, request: GetRows, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> tuple[pa.Schema | None, list[ServedBatch]]:
+        """The schema, None if nothing was mapped yet, and rows: at once, or as soon as there are some."""
+        try:
+            return self._answer(request, is_cancelled)
+        except NotServed:
+            # This instance may have been started while the reducer's commit was under way: the store knows.
+            if not self._confirm():
+                raise
+        return self._answer(request, is_cancelled)
+
+    def _confirm(self) -> bool:
+        """Ask the store what is committed, without the lock; False if it was asked a moment ago.
+
+        It is asked for all reducers at once, so that whoever says what is not true cannot keep it from being asked for
+        the others.
+        """
+        with self.lock:
+            if self._is_confirming or time.monotonic() - self._confirmed_s < CONFIRM_S:
+                return False
+            self._is_confirming = True
+        try:
+            committed = self._read_committed()
+        finally:
+            with self.lock:
+                self._is_confirming = False
+                self._confirmed_s = time.monotonic()
+        with self.lock:
+            self.core.learn_committed(committed)
+        return True
+
+    def _answer(self, request: GetRows, is_cancelled: Callable[[], bool]) -> tuple[pa.Schema | None, list[ServedBatch]]:
+        begin_s = time.monotonic()
+        deadline_s = begin_s + min(max(request.wait_ms, 0), WAIT_MS_MAX) / 1000
+        settling = request.from_row_index > request.committed_row_index
+        with self.lock:
+            rows = self._get_rows(request)
+            reducer = request.reducer_index
+            spilled = self.core.spill_read(request)
+            if spilled is None:
+                if rows:
+                    return self.core.schema, rows
+                if self.core.waiting[reducer] >= WAITERS_PER_REDUCER_MAX:
+                    deadline_s = min(deadline_s, begin_s + CROWDED_WAIT_S)
+                self.core.waiting[reducer] += 1
+                try:
+                    while not rows and spilled is None and not self.closing:
+                        if settling and not self.core.wants_input:
+                            deadline_s = min(deadline_s, begin_s + FULL_WAIT_S)
+                        left_s = deadline_s - time.monotonic()
+                        if left_s <= 0 or is_cancelled():
+                            break
+                        self._new_rows[reducer].wait(min(left_s, CANCEL_CHECK_S))
+                        rows = self._get_rows(request)
+                        spilled = self.core.spill_read(request)
+                finally:
+                    self.core.waiting[reducer] -= 1
+            if spilled is None:
+                return self.core.schema, rows
+        return self._from_spill(spilled)
+
+    def _from_spill(self, spilled: SpillRead) -> tuple[pa.Schema | None, list[ServedBatch]]:
+        """Without the lock: others are served while the store is asked."""
+        assert self._read_spill is not None
+        try:
+            heads, rows = self._read_spill(spilled)
+        except OutOfRange:
+            # Trimmed meanwhile, by a commit of this reducer that this request, or this instance, does not know of.
+            with self.lock:
+                self.core.forget_spill()
+            raise StoreUnavailable("the rows were trimmed while they were being read: ask again soon") from None
+        with self.lock:
+            spilled.spill.learn(heads)
+            self.core.note_served(spilled.reducer_index, rows)
+        return self.core.schema, rows
+
+    def _get_rows(self, request: GetRows) -> list[ServedBatch]:
+        bytes_before = self.core.nbytes
+        rows = self.core.get_rows(request)
+        if self.core.nbytes < bytes_before:
+            self._room.notify_all()
+        return rows
+
+    def close(self) -> None:
+        """Everybody who waits gets what there is."""
+        with self.lock:
+            self.closing = True
+            self._room.notify_all()
+            for condition in self._new_rows:
+                condition.notify_all()
+
+    def status(self) -> dict[str, Any]:
+        with self.lock:
+            core = self.core
+            size = core.window_size
+            return {
+                "guid": core.guid,
+                "index": core.mapper_index,
+                "next_input_index": core.next_input_index,
+                "next_shuffle_index": core.next_shuffle_index,
+                "persisted_input_row_index": core.persisted.input_unread_row_index,
+                "persisted_shuffle_row_index": core.persisted.shuffle_unread_row_index,
+                "local_input_row_index": core.local.input_unread_row_index,
+                "local_shuffle_row_index": core.local.shuffle_unread_row_index,
+                "window_entries": size.entries,
+                "window_rows": size.rows,
+                "window_bytes": core.nbytes,
+                "window_bytes_max": core.memory_bytes_max,
+                "spill_blocked": core.spilling.blocked,
+                "buckets": [self._bucket_status(bucket) for bucket in core.buckets],
+            }
+
+    def _bucket_status(self, bucket: Bucket) -> dict[str, Any]:
+        spilling = self.core.spilling
+        spill = spilling.spills.get(bucket.reducer_index)
+        has_spill = spill is not None and not spill.is_empty
+        return {
+            "rows": bucket.rows,
+            "bytes": bucket.nbytes,
+            "committed_row_index": bucket.committed,
+            "first_row_index": bucket.first_row_index,
+            "last_row_index": bucket.last_row_index,
+            "is_straggler": bucket.reducer_index in spilling.stragglers,
+            "spilled_rows": spill.rows if spill is not None else 0,
+            "spilled_bytes": spill.nbytes if spill is not None else 0,
+            "spilled_since_ms": spill.end.since_ms if spill is not None and has_spill else None,
+            "spilled_bytes_ever": spill.end.nbytes if spill is not None else 0,
+        }
+
+
+class OutboxBudget:
+    """Memory for answers to reducers on this machine, of one mapper: a part of the window's limit for each reducer."""
+
+    def __init__(self, shared: SharedCore) -> None:
+        self._shared = shared
+        reducers = shared.reducer_count
+        self._outbox_bytes = min(SHARED_BYTES_MAX, shared.core.memory_bytes_max // SHARED_OF_WINDOW) // reducers
+        self._outboxes_left = reducers if self._outbox_bytes >= OUTBOX_BYTES_MIN else 0
+
+    def take(self, stack: ExitStack) -> Outbox | None:
+        """An outbox for one exchange, given back when ``stack`` is closed; None if none is left, because there are more
+        exchanges than reducers."""
+        if not self._outboxes_left:
+            return None
+        with self._shared.lock:
+            if not self._outboxes_left:
+                return None
+            self._outboxes_left -= 1
+            self._shared.core.reserved_bytes += self._outbox_bytes
+        outbox = Outbox(self._outbox_bytes)
+        stack.callback(self._give_back, outbox)
+        return outbox
+
+    def _give_back(self, outbox: Outbox) -> None:
+        outbox.close()
+        with self._shared.lock:
+            self._outboxes_left += 1
+            self._shared.core.reserved_bytes -= self._outbox_bytes

@@ -1,0 +1,67 @@
+"""Runs in which a mapper process hosts several mapper instances: they are started, paused and killed together.
+
+Only with the profile ``hosting`` (``--faults hosting``), and then in every seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+from shuffle.spec.config import ProcessorSpec
+from shuffle.spec.index_sets import share_out
+from tests.sim import profiles
+from tests.sim.faults import FAULTS_UNTIL_US, Fault
+from tests.sim.workload import PLAIN, Workload
+
+MARKS = (
+    "a mapper noticed another instance",
+    "a mapper process refused a request for an instance of another life",
+    "a poison row stopped its partition",
+    "mapper paused beyond its lease",
+    "several mappers died together",
+    "three instances of a mapper",
+)
+"""What must have happened at least once in a run of many seeds of this profile."""
+
+OFTEN = ("crash mapper", "crash mapper", "pause mapper", "twin mapper", "discovery stale")
+
+
+class Hosting:
+    """What one seed has of it."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = Random(f"{seed}/hosting")
+        self.is_on = profiles.current() == profiles.HOSTING
+        self._per_process = self._rng.choice([2, 2, 3]) if self.is_on else 1
+
+    def workload(self, made: Workload) -> Workload:
+        if self.is_on:
+            for mapper in range(made.mapper_count, self._rng.choice([2, 3, 4])):
+                made.inputs.append([(mapper * 1000, PLAIN)])
+            made.mapper_count = len(made.inputs)
+            made.lengthen(self._rng, [8, 16, 30])
+        return made
+
+    def spec(self, made: ProcessorSpec) -> ProcessorSpec:
+        if not self.is_on:
+            return made
+        # Batches are bound by their rows here; what the spec says of bytes has only to fit a share of the memory.
+        mapper = replace(made.mapper, per_process=self._per_process, batch_bytes_max=1_000)
+        return replace(made, mapper=mapper)
+
+    def faults(self, made: list[Fault]) -> list[Fault]:
+        if not self.is_on:
+            return made
+        rng = self._rng
+        more = []
+        for number in range(len(made), len(made) + rng.choice([4, 8, 16])):
+            at_us = int(rng.random() * FAULTS_UNTIL_US)
+            length_us = int(rng.choice([100_000, 400_000, 1_200_000]) * (0.5 + rng.random()))
+            more.append(Fault(number, rng.choice(OFTEN), at_us, length_us, rng.random(), rng.random()))
+        return sorted([*made, *more], key=lambda fault: (fault.at_us, fault.number))
+
+    def processes(self, mapper_count: int) -> Sequence[Sequence[int]]:
+        """The mappers that each process hosts."""
+        return share_out(mapper_count, self._per_process)

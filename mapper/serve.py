@@ -12,18 +12,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from shuffle.durable.mapper_state import MapperState
-from shuffle.errors import BadInput, NotServed, OutOfRange, ShuffleError, StoreUnavailable, to_wire
+from shuffle.errors import BadInput, NotServed, OutOfRange, ShuffleError, StoreUnavailable, WrongVersion, to_wire
 from shuffle.ids import ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB, WAIT_MS_MAX
 from shuffle.mapper.bucket import Bucket, ServedBatch
-from shuffle.mapper.core import MappedBatch, MapperCore
+from shuffle.mapper.core import MapperCore
 from shuffle.mapper.spill.spill import Spill, SpillHead, SpillRead
-from shuffle.messages import METADATA_FIELDS, NO_ROWS, ROWS_EXCHANGE, STREAM_OVER, BatchTail, GetRows, SharedRows
+from shuffle.mapper.window import MappedBatch
+from shuffle.messages import METADATA_FIELDS, ROWS_EXCHANGE, STREAM_OVER, GetRows, SharedRows, Tail
 from shuffle.support import crash_points, flight
 from shuffle.support.shared_memory import BYTES_MIN, Outbox, machine
 from shuffle.support.slots import Places
@@ -61,6 +62,16 @@ an honest one that comes too soon is sent again after a moment."""
 
 CANCEL_CHECK_S = 1.0
 """How often a waiting request looks whether its caller is still there."""
+
+
+class Served(NamedTuple):
+    """What one GetRows is answered."""
+
+    schema: pa.Schema | None
+    """None if nothing was mapped yet."""
+    rows: list[ServedBatch]
+    tail: Tail
+    """Of the last batch, or of none."""
 
 
 class SharedCore:
@@ -126,10 +137,8 @@ class SharedCore:
         with self.lock:
             self._room.notify_all()
 
-    def get_rows(
-        self, request: GetRows, is_cancelled: Callable[[], bool] = lambda: False
-    ) -> tuple[pa.Schema | None, list[ServedBatch]]:
-        """The schema, None if nothing was mapped yet, and rows: at once, or as soon as there are some."""
+    def get_rows(self, request: GetRows, is_cancelled: Callable[[], bool] = lambda: False) -> Served:
+        """Rows: at once, or as soon as there are some."""
         try:
             return self._answer(request, is_cancelled)
         except NotServed:
@@ -158,7 +167,7 @@ class SharedCore:
             self.core.learn_committed(committed)
         return True
 
-    def _answer(self, request: GetRows, is_cancelled: Callable[[], bool]) -> tuple[pa.Schema | None, list[ServedBatch]]:
+    def _answer(self, request: GetRows, is_cancelled: Callable[[], bool]) -> Served:
         begin_s = time.monotonic()
         deadline_s = begin_s + min(max(request.wait_ms, 0), WAIT_MS_MAX) / 1000
         settling = request.from_row_index > request.committed_row_index
@@ -168,7 +177,7 @@ class SharedCore:
             spilled = self.core.spill_read(request)
             if spilled is None:
                 if rows:
-                    return self.core.schema, rows
+                    return Served(self.core.schema, rows, self.core.tail(request, rows))
                 if self.core.waiting[reducer] >= WAITERS_PER_REDUCER_MAX:
                     deadline_s = min(deadline_s, begin_s + CROWDED_WAIT_S)
                 self.core.waiting[reducer] += 1
@@ -185,10 +194,10 @@ class SharedCore:
                 finally:
                     self.core.waiting[reducer] -= 1
             if spilled is None:
-                return self.core.schema, rows
-        return self._from_spill(spilled)
+                return Served(self.core.schema, rows, self.core.tail(request, rows))
+        return self._from_spill(request, spilled)
 
-    def _from_spill(self, spilled: SpillRead) -> tuple[pa.Schema | None, list[ServedBatch]]:
+    def _from_spill(self, request: GetRows, spilled: SpillRead) -> Served:
         """Without the lock: others are served while the store is asked."""
         assert self._read_spill is not None
         try:
@@ -201,7 +210,7 @@ class SharedCore:
         with self.lock:
             spilled.spill.learn(heads)
             self.core.note_served(spilled.reducer_index, rows)
-        return self.core.schema, rows
+            return Served(self.core.schema, rows, self.core.tail(request, rows))
 
     def _get_rows(self, request: GetRows) -> list[ServedBatch]:
         bytes_before = self.core.nbytes
@@ -278,18 +287,23 @@ def _join(batches: list[ServedBatch]) -> ServedBatch:
     return ServedBatch(pa.concat_batches([served.rows for served in batches]), batches[-1].last_row_index)
 
 
-def _with_more(batches: Iterable[ServedBatch]) -> Iterator[tuple[ServedBatch, bool]]:
-    """Each batch, and whether another one comes after it."""
+def _with_tails(batches: Iterable[ServedBatch], tail: Tail) -> Iterator[tuple[pa.RecordBatch, Tail]]:
+    """Each batch with its tail: the last one has ``tail``, and those before it promise nothing but their own rows."""
     before: ServedBatch | None = None
     for served in batches:
         if before is not None:
-            yield before, True
+            last = before.last_row_index
+            yield before.rows, Tail(last, last, None, tail.generation, True)
         before = served
     if before is not None:
-        yield before, False
+        yield before.rows, tail._replace(last_row_index=before.last_row_index)
 
 
 _NO_COLUMNS = pa.schema([])
+
+
+def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
 
 
 class MapperServer(flight.FlightServerBase):
@@ -316,30 +330,34 @@ class MapperServer(flight.FlightServerBase):
 
     def do_get(self, context: Any, ticket: Any) -> Any:
         with self._places.taken():
-            schema, rows = self._rows(GetRows.decode(ticket.ticket), context)
-        if schema is None:
-            return flight.GeneratorStream(pa.schema([]), iter(()))
-        return flight.GeneratorStream(schema, self._stream(rows))
+            served = self._rows(GetRows.decode(ticket.ticket), context)
+        schema = served.schema or _NO_COLUMNS
+        return flight.GeneratorStream(schema, self._stream(schema, served))
 
-    def _stream(self, rows: list[ServedBatch]) -> Iterator[tuple[pa.RecordBatch, bytes]]:
-        for served in joined(rows):
-            yield served.rows, BatchTail(served.last_row_index).encode()
-            self._on_served(served.rows.num_rows, served.rows.nbytes)
+    def _stream(self, schema: pa.Schema, served: Served) -> Iterator[tuple[pa.RecordBatch, bytes]]:
+        if not served.rows:
+            yield empty_batch(schema), served.tail.encode()
+        for rows, tail in _with_tails(joined(served.rows), served.tail):
+            yield rows, tail.encode()
+            self._on_served(rows.num_rows, rows.nbytes)
 
-    def _rows(self, request: GetRows, context: Any) -> tuple[pa.Schema | None, list[ServedBatch]]:
-        schema, rows = self._shared.get_rows(request, context.is_cancelled)
-        if rows:
+    def _rows(self, request: GetRows, context: Any) -> Served:
+        served = self._shared.get_rows(request, context.is_cancelled)
+        if served.rows:
             crash_points.reach("mapper.before_answer")
             # Their own schema: spilled rows may be served before this instance has mapped any.
-            return rows[0].rows.schema, rows
-        if schema is not None and request.with_metadata:
-            schema = pa.schema([*schema, *METADATA_FIELDS], schema.metadata)
-        return schema, rows
+            return served._replace(schema=served.rows[0].rows.schema)
+        if served.schema is not None and request.with_metadata:
+            return served._replace(schema=pa.schema([*served.schema, *METADATA_FIELDS], served.schema.metadata))
+        return served
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """GetRows, again and again on one stream (see ``messages``), while the answers have the schema of the first."""
         if descriptor.command != ROWS_EXCHANGE:
-            raise BadInput(f"unknown exchange {descriptor.command!r}: mapper and reducer are of different versions")
+            raise WrongVersion(
+                f"unknown exchange {descriptor.command!r}, and not {ROWS_EXCHANGE!r}: mapper and reducer are of "
+                "different versions of this project. Install the same one everywhere, and start them again"
+            )
         flight.check_schema(reader, _NO_COLUMNS)
         with self._places.taken(), ExitStack() as stack:
             self._answer_all(context, reader, writer, stack)
@@ -373,7 +391,7 @@ class MapperServer(flight.FlightServerBase):
             except StopIteration:
                 return
             error: ShuffleError | None = None
-            schema, rows = begun_with, list[ServedBatch]()
+            served: Served | None = None
             sharing: Outbox | None = None
             try:
                 request = GetRows.decode(b"" if ticket is None else bytes(ticket))
@@ -382,34 +400,36 @@ class MapperServer(flight.FlightServerBase):
                     sharing = None if outbox is None or outbox.is_refused else outbox
                 if sharing is not None and request.to_row_index is None:
                     request = replace(request, max_bytes=min(request.max_bytes, sharing.bytes_max))
-                schema, rows = self._rows(request, context)
+                served = self._rows(request, context)
             except ShuffleError as refused:
                 error = refused
+            schema = begun_with if served is None else served.schema
             if not has_begun:
                 begun_with, has_begun = schema, True
                 writer.begin(schema or _NO_COLUMNS)
-            if error is not None:
+            if served is None:
+                assert error is not None
                 writer.write_metadata(to_wire(error).encode())
                 continue
             if schema != begun_with or self._shared.closing:
                 writer.write_metadata(STREAM_OVER)
                 return
-            if not rows:
-                writer.write_metadata(NO_ROWS)
+            if not served.rows:
+                writer.write_metadata(served.tail.encode())
                 continue
-            nbytes = sum(served.rows.nbytes for served in rows)
-            if sharing is None or nbytes < BYTES_MIN or not self._share(writer, sharing, rows):
-                for served, more in _with_more(joined(rows)):
-                    writer.write_with_metadata(served.rows, BatchTail(served.last_row_index, more).encode())
-            self._on_served(sum(served.rows.num_rows for served in rows), nbytes)
+            nbytes = sum(batch.rows.nbytes for batch in served.rows)
+            if sharing is None or nbytes < BYTES_MIN or not self._share(writer, sharing, served):
+                for rows, tail in _with_tails(joined(served.rows), served.tail):
+                    writer.write_with_metadata(rows, tail.encode())
+            self._on_served(sum(batch.rows.num_rows for batch in served.rows), nbytes)
 
-    def _share(self, writer: Any, outbox: Outbox, rows: list[ServedBatch]) -> bool:
+    def _share(self, writer: Any, outbox: Outbox, served: Served) -> bool:
         """Answer by way of shared memory, unless there are too many rows for it."""
-        batches = list(joined(rows))
-        note = outbox.put([served.rows for served in batches])
+        batches = list(_with_tails(joined(served.rows), served.tail))
+        note = outbox.put([rows for rows, _ in batches])
         if note is None:
             return False
-        writer.write_metadata(SharedRows(note, tuple(served.last_row_index for served in batches)).encode())
+        writer.write_metadata(SharedRows(note, tuple(tail for _, tail in batches)).encode())
         return True
 
     def do_action(self, context: Any, action: Any) -> Any:

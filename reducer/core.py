@@ -30,6 +30,7 @@ import pyarrow as pa
 from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import ShuffleError
 from shuffle.ids import MapperIndex, ShuffleIndex
+from shuffle.messages import Tail
 
 SETTLING_WAIT_MS = 250
 """The long poll while rows of that mapper are still on their way to a commit, which it hears of with the next request.
@@ -73,6 +74,8 @@ class FetchPlan:
     max_rows: int
     max_bytes: int
     wait_ms: int
+    generation: int = 0
+    """Of the processor, as the reducer's row says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,8 @@ class Part:
     last_row_index: ShuffleIndex
     batch: pa.RecordBatch
     size_bytes: int
+    front: int | None = None
+    """What the mapper promised behind it: no later row is below this value of its clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +149,10 @@ class ReducerCore:
         self._tip = state
         """The row that the next new work expects: committed, plus all works in flight."""
         self._cursors = list(state.committed_row_indices)
+        self._complete = list(state.committed_row_indices)
+        """Per mapper: up to this shuffle index there is no row of this reducer but those that were fetched."""
+        self._fronts = [state.front(MapperIndex(index)) for index in range(self.mapper_count)]
+        """Per mapper: what it promised last, ahead of what the works in flight will make durable."""
         self._queued: list[deque[Part]] = [deque() for _ in range(self.mapper_count)]
         self._queued_bytes = [0] * self.mapper_count
         self._in_flight: deque[Work] = deque()
@@ -168,6 +177,14 @@ class ReducerCore:
     def cursor(self, mapper_index: MapperIndex) -> ShuffleIndex:
         return self._cursors[mapper_index]
 
+    def complete_up_to(self, mapper_index: MapperIndex) -> ShuffleIndex:
+        """Every row of this reducer up to this shuffle index has been fetched."""
+        return self._complete[mapper_index]
+
+    def front(self, mapper_index: MapperIndex) -> int | None:
+        """No row that is fetched from now on is below this value of the mapper's clock; None: nothing is known."""
+        return self._fronts[mapper_index]
+
     def fetch_plan(self, mapper_index: MapperIndex) -> FetchPlan | None:
         """The next request to this mapper, or None while its share of the memory is taken."""
         room_bytes = self._share_bytes - self._queued_bytes[mapper_index]
@@ -183,22 +200,42 @@ class ReducerCore:
             max_rows=self.limits.fetch_rows_max,
             max_bytes=min(self.limits.fetch_bytes_max, room_bytes),
             wait_ms=min(self.limits.fetch_wait_ms, SETTLING_WAIT_MS) if settling else self.limits.fetch_wait_ms,
+            generation=self.committed_state.generation,
         )
 
-    def fetched(self, plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]]) -> int:
-        """Queue an answer: its batches, each with the shuffle index of its last row. Returns the rows queued.
+    def fetched(
+        self, plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]], tails: Sequence[Tail] = ()
+    ) -> int:
+        """Queue an answer: its batches, each with the shuffle index of its last row, and the tails. Returns the rows
+        queued.
 
         An answer of an abandoned epoch, or one that does not continue at the cursor, changes nothing.
         """
         mapper_index = plan.mapper_index
         if plan.epoch != self.epoch or plan.from_row_index != self._cursors[mapper_index]:
             return 0
-        parts = _parts(plan, batches)
+        parts = _parts(plan, batches, tails)
+        if tails:
+            self._believe(plan, tails[-1])
         for part in parts:
             self._queued[mapper_index].append(part)
             self._queued_bytes[mapper_index] += part.size_bytes
             self._cursors[mapper_index] = part.last_row_index
         return sum(part.batch.num_rows for part in parts)
+
+    def _believe(self, plan: FetchPlan, tail: Tail) -> None:
+        """Take over what the mapper promises behind an answer. What it has promised before stays true: an instance that
+        was started since may not be that far again."""
+        mapper_index = plan.mapper_index
+        if tail.generation != plan.generation:
+            raise ShuffleError(
+                f"mapper {mapper_index} answered for generation {tail.generation}, and was asked for "
+                f"{plan.generation}: the answer is dropped",
+                mapper=mapper_index,
+                generation=tail.generation,
+            )
+        self._complete[mapper_index] = max(self._complete[mapper_index], tail.complete_up_to)
+        self._fronts[mapper_index] = _later(self._fronts[mapper_index], tail.front)
 
     @property
     def queued_bytes(self) -> int:
@@ -231,7 +268,9 @@ class ReducerCore:
         parts = self._take_parts()
         if not parts:
             return None
-        new = self._tip.advanced({part.mapper_index: part.last_row_index for part in parts})
+        # Of exactly these parts: what was promised behind those that are still queued is not true before them.
+        fronts = {part.mapper_index: part.front for part in parts if part.front is not None}
+        new = self._tip.advanced({part.mapper_index: part.last_row_index for part in parts}, fronts)
         self._works_made += 1
         work = Work(
             number=self._works_made,
@@ -325,10 +364,16 @@ class ReducerCore:
             raise ShuffleError(f"work {work.number} (attempt {work.attempt}) is not the oldest in flight")
 
 
-def _parts(plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]]) -> list[Part]:
+def _later(before: int | None, front: int | None) -> int | None:
+    return before if front is None else front if before is None else max(before, front)
+
+
+def _parts(
+    plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]], tails: Sequence[Tail]
+) -> list[Part]:
     parts: list[Part] = []
     before = plan.from_row_index
-    for batch, last in batches:
+    for at, (batch, last) in enumerate(batches):
         if batch.num_rows == 0:
             continue
         # Every row has an index of its own above the one before, so a batch needs at least as many as it has rows.
@@ -339,6 +384,7 @@ def _parts(plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex
                 mapper=plan.mapper_index,
                 position=before,
             )
-        parts.append(Part(plan.mapper_index, before, last, batch, max(1, batch.nbytes)))
+        front = tails[at].front if tails else None
+        parts.append(Part(plan.mapper_index, before, last, batch, max(1, batch.nbytes), front))
         before = last
     return parts

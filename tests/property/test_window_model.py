@@ -165,7 +165,7 @@ class WindowModel(RuleBasedStateMachine):
             self.core.get_rows(self.lie(reducer, told))
         except RowsGone:
             return  # Lower than what was told before: nothing was changed.
-        if self.core.buckets[reducer].dropped > self.committed[reducer]:
+        if self.core.buckets[reducer].freed > self.committed[reducer]:
             with pytest.raises(FalseClaim) as found:
                 self.core.check_claims(self.core.claims(), self.committed_in_the_store())
             assert found.value.committed_row_index == self.committed[reducer] < found.value.claimed_row_index
@@ -183,7 +183,7 @@ class WindowModel(RuleBasedStateMachine):
     @rule(reducer=st.integers(0, REDUCERS - 1))
     def stale_reducer_asks(self, reducer: int) -> None:
         """An instance with an old committed index gets an error, never rows with a hole before them."""
-        dropped = self.core.buckets[reducer].dropped
+        dropped = self.core.buckets[reducer].freed
         if dropped < 0 or not self.spill_is_known_after(-1):
             return
         with pytest.raises(RowsGone) as error:

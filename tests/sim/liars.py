@@ -103,7 +103,7 @@ def _lie(simulation: Simulation, core: Any, rng: Random) -> bytes:
     if spilled and rng.random() < SPILLED_SHARE:
         reducer = rng.choice(spilled)
     bucket = core.buckets[reducer]
-    believed = int(max(bucket.committed, bucket.dropped))
+    believed = int(max(bucket.committed, bucket.freed))
     last = int(core.next_shuffle_index) - 1
     kind = rng.choice(["served", "served", "beyond", "mapped", "huge", "on", "ahead", "other processor"])
     committed = {

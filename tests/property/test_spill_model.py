@@ -101,6 +101,7 @@ class SpillModel(WindowModel):
         assert found_rows == expected[: len(found_rows)], "in order, without holes, and never another reducer's"
         assert len(found_rows) <= rows_max
         assert found_rows or not expected, "if there is a row after the cursor, it is served"
+        self.check_tail(request, served, expected[len(found_rows) :])
         for one in served:
             assert one.rows.column(0)[-1].as_py().startswith(f"{one.last_row_index}:")
         if found_rows:

@@ -110,6 +110,22 @@ def _watch_mapper() -> None:
                 mark("a reducer was told that what comes next is not for it")
 
     _watch(MapperCore, "tail", told)
+    _watch_entries()
+
+
+def _watch_entries() -> None:
+    modules: list[Any] = [importlib.import_module(f"shuffle.mapper.{name}") for name in ("window", "core")]
+    original = modules[0].after
+
+    def after(life: Any, event: str) -> Any:
+        following = original(life, event)
+        world = kernel.maybe_world()
+        if world is not None:
+            world.mark(f"a window entry that was {life.value} did {event}")
+        return following
+
+    for module in modules:
+        module.after = after
 
 
 def _watch_claims() -> None:

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from shuffle.durable.mapper_state import MapperState
-from shuffle.errors import BadInput, FalseClaim, NotServed, RowsGone, SplitBrain, StaleMapper
+from shuffle.errors import BadInput, FalseClaim, NotServed, RowsGone, SplitBrain, StaleGeneration, StaleMapper
 from shuffle.ids import Guid, InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut

@@ -16,7 +16,8 @@ import numpy as np
 import pyarrow as pa
 
 from shuffle.ids import NOTHING_COMMITTED, ReducerIndex, ShuffleIndex
-from shuffle.mapper.window import Part, Window
+from shuffle.mapper.entry_life import SERVE
+from shuffle.mapper.window import EntryPart, Window
 from shuffle.messages import METADATA_FIELDS
 
 
@@ -30,15 +31,16 @@ class ServedBatch(NamedTuple):
 class Bucket:
     def __init__(self, reducer_index: ReducerIndex) -> None:
         self.reducer_index = reducer_index
-        self._parts: deque[Part] = deque()
+        self._parts: deque[EntryPart] = deque()
         self.committed = NOTHING_COMMITTED
         """The highest index the reducer has told. After a restart it may be ahead of what has been mapped again."""
-        self.dropped = NOTHING_COMMITTED
-        """The shuffle index of the last row dropped from here: nothing up to it can be served any more."""
+        self.freed = NOTHING_COMMITTED
+        """The shuffle index of the last row freed, being committed: nothing up to it can be served any more."""
         self.served = NOTHING_COMMITTED
         """The highest index this instance has served since its restart, from here or from the spill."""
-        self.given_up = NOTHING_COMMITTED
-        """The shuffle index of the last row that was given up: in the spill or, if it is not there, committed."""
+        self.spilled = NOTHING_COMMITTED
+        """The shuffle index of the last row that was spilled from here. If the spill does not have it, another instance
+        came to the same state and had it committed."""
         self.rows = 0
 
     def __len__(self) -> int:
@@ -57,7 +59,7 @@ class Bucket:
     def last_row_index(self) -> ShuffleIndex | None:
         return self._parts[-1].last_row_index if self._parts else None
 
-    def push(self, part: Part) -> None:
+    def push(self, part: EntryPart) -> None:
         if not self._parts:
             part.entry.pointer_count += 1
         else:
@@ -66,13 +68,13 @@ class Bucket:
         self.rows += part.rows
 
     def commit(self, row_index: ShuffleIndex, window: Window) -> None:
-        """Drop what is ``<= row_index``, and move the pointer to the entry that now holds the first row."""
+        """Free what is ``<= row_index``, and move the pointer to the entry that now holds the first row."""
         self.committed = max(self.committed, row_index)
         while self._parts and self._parts[0].first_row_index <= row_index:
             part = self._parts[0]
             row_after = part.row_after(row_index)
             if row_after > part.begin:
-                self.dropped = max(self.dropped, part.row_index_at(row_after - 1))
+                self.freed = max(self.freed, part.row_index_at(row_after - 1))
             self.rows -= window.commit(part, row_index)
             if not part.is_committed:
                 break
@@ -81,15 +83,22 @@ class Bucket:
             if self._parts:
                 self._parts[0].entry.pointer_count += 1
 
-    def give_up(self, shuffle_end: ShuffleIndex, window: Window) -> None:
-        """Drop the parts before ``shuffle_end``: their rows are in the spill now, and are served from there."""
+    def spill(self, shuffle_end: ShuffleIndex, window: Window) -> None:
+        """Free the parts before ``shuffle_end``: their rows are in the spill now, and are served from there."""
         while self._parts and self._parts[0].last_row_index < shuffle_end:
             part = self._parts.popleft()
-            self.given_up = part.last_row_index
-            self.rows -= window.commit(part, part.last_row_index)
+            self.spilled = part.last_row_index
+            self.rows -= window.spill(part)
             part.entry.pointer_count -= 1
             if self._parts:
                 self._parts[0].entry.pointer_count += 1
+
+    def first_row_index_after(self, row_index: ShuffleIndex) -> ShuffleIndex | None:
+        """Of the first uncommitted row above ``row_index``; None if there is none."""
+        if not self._parts or self._parts[-1].last_row_index <= row_index:
+            return None
+        part = self._parts[bisect_right(self._parts, row_index, key=attrgetter("last_row_index"))]
+        return part.row_index_at(max(part.begin, part.row_after(row_index)))
 
     def rows_after(
         self,
@@ -119,6 +128,7 @@ class Bucket:
                     return
                 rows = part.batch.slice(begin, 1)
             last = part.row_index_at(begin + rows.num_rows - 1)
+            part.entry.happens(SERVE)
             yield ServedBatch(_with_metadata_of(rows, part, begin) if with_metadata else rows, last)
             rows_left -= rows.num_rows
             bytes_left -= rows.nbytes
@@ -126,7 +136,7 @@ class Bucket:
                 return
 
 
-def _with_metadata_of(rows: pa.RecordBatch, part: Part, begin: int) -> pa.RecordBatch:
+def _with_metadata_of(rows: pa.RecordBatch, part: EntryPart, begin: int) -> pa.RecordBatch:
     """``rows``, which begin at the place ``begin`` of ``part``, with what is known of them."""
     assert part.places is not None
     indexes = part.places[begin : begin + rows.num_rows].astype(np.int64) + part.entry.shuffle_begin

@@ -32,7 +32,7 @@ class Claims:
 
     def committed(self, bucket: Bucket) -> ShuffleIndex:
         """The last row that its reducer has committed, as far as is known."""
-        return max(bucket.dropped, self._durable[bucket.reducer_index])
+        return max(bucket.freed, self._durable[bucket.reducer_index])
 
     def believable(self, bucket: Bucket) -> ShuffleIndex:
         """The last row that a request may call committed."""
@@ -63,7 +63,7 @@ class Claims:
         found: dict[ReducerIndex, ShuffleIndex] = {}
         for bucket in buckets:
             spill = spills.get(bucket.reducer_index)
-            dropped = bucket.dropped if spill is None else max(bucket.dropped, spill.dropped)
+            dropped = bucket.freed if spill is None else max(bucket.freed, spill.dropped)
             if dropped > self._durable[bucket.reducer_index]:
                 found[bucket.reducer_index] = dropped
         return found

@@ -4,8 +4,8 @@ The life of a row in here:
 
 1. ``ingest`` gives it a shuffle index and puts it into a part of a window entry and into its reducer's bucket, after
    checking that the persisted state is still the one this instance knows. Only from then on can it be served.
-2. ``get_rows`` serves it, any number of times, until its reducer says that it is committed; then it is dropped from
-   memory. What was never served cannot be committed: a request that says so is refused, unless the reducer's own row in
+2. ``get_rows`` serves it, any number of times, until its reducer says that it is committed; then its memory is
+   freed. What was never served cannot be committed: a request that says so is refused, unless the reducer's own row in
    the store says it, too.
 3. Entries at the front of the window with no uncommitted row retire; ``local`` moves past them.
 4. ``trim_plan`` says what to write in a transaction so that the persisted state follows; ``trimmed`` records it. What
@@ -16,7 +16,9 @@ Where reducers are away for long, 3 would never come for the entries they hold, 
 then on ``spill_read`` says where to find them, and ``get_rows`` answers nothing until they have all been fetched.
 
 After ``restart`` everything goes on from the persisted state: rows are read and mapped again and get the same indexes.
-Reducers may by then have committed rows that have not been mapped again yet; they are dropped when they come.
+Reducers may by then have committed rows that have not been mapped again yet; they are freed when they come.
+
+``entry_life`` has what becomes of the window entries meanwhile, as a table.
 """
 
 from __future__ import annotations
@@ -24,22 +26,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import pyarrow as pa
 
 from shuffle.durable.mapper_state import MapperState
-from shuffle.errors import BadInput, RowsGone, SplitBrain, StaleMapper, StoreUnavailable
+from shuffle.errors import BadInput, RowsGone, SplitBrain, StaleGeneration, StaleMapper, StoreUnavailable
 from shuffle.ids import Guid, InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB
 from shuffle.mapper.bucket import Bucket, ServedBatch
 from shuffle.mapper.claims import Claims
+from shuffle.mapper.entry_life import PERSIST, Life, after
 from shuffle.mapper.spill.answer import SpillRead
 from shuffle.mapper.spill.format import SpillEnd, SpillPart
 from shuffle.mapper.spill.index import Spill
 from shuffle.mapper.spill.policy import Spilling, Watched, spill_part
-from shuffle.mapper.window import Part, Places, Window, WindowEntry, WindowSize
-from shuffle.messages import GetRows
+from shuffle.mapper.window import EntryPart, MappedBatch, MappedPart, Window, WindowEntry, WindowSize
+from shuffle.messages import GetRows, Tail
 from shuffle.spec.config import SpillSpec
 
 OWN_STATES_MAX = 16
@@ -48,27 +50,6 @@ a trim that was recorded in the meantime; more than a few such trims do not fit 
 
 DEAD_LETTER_BYTES_MAX = 64 * MIB
 """Dead letters in one trim. A transaction has a limit, so more of them take several."""
-
-
-class MappedPart(NamedTuple):
-    """One reducer's rows of a mapped batch, and the place of each in the batch; places rise."""
-
-    reducer_index: ReducerIndex
-    rows: pa.RecordBatch
-    places: Places
-
-
-@dataclass(frozen=True, slots=True)
-class MappedBatch:
-    """What became of one batch of input rows."""
-
-    schema: pa.Schema
-    rows_out: int
-    parts: Sequence[MappedPart]
-    dead_letters: pa.Table | None = None
-    """Rows for the dead-letter queue, complete."""
-    ingested_us: int = 0
-    """When its rows were read: microseconds since 1970, UTC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +64,7 @@ class TrimPlan:
     """Per straggler: its uncommitted rows before ``state``, in their order."""
     claims: Mapping[ReducerIndex, ShuffleIndex] = field(default_factory=dict)
     """See ``MapperCore.claims``: what must be true before this is committed."""
-    dropped: Mapping[ReducerIndex, ShuffleIndex] = field(default_factory=dict)
+    freed: Mapping[ReducerIndex, ShuffleIndex] = field(default_factory=dict)
     """Per straggler: the last of its rows that is in neither the window nor the spill, being committed."""
 
 
@@ -94,6 +75,8 @@ class _Retired:
     state: MapperState
     dead_letters: list[pa.Table] = field(default_factory=list)
     dead_letter_bytes: int = 0
+    life: Life = Life.RETIRED
+    """Of all entries in the range."""
 
 
 class MapperCore:
@@ -142,10 +125,12 @@ class MapperCore:
         self.learn_committed(committed or {})
         for reducer_index, row_index in (committed or {}).items():
             if reducer_index < self.reducer_count:
-                self._buckets[reducer_index].dropped = min(row_index, ShuffleIndex(self._restart_index - 1))
+                self._buckets[reducer_index].freed = min(row_index, ShuffleIndex(self._restart_index - 1))
         self.next_input_index = self.persisted.input_unread_row_index
         self.next_shuffle_index = self.persisted.shuffle_unread_row_index
         self.token = self.persisted.continuation_token
+        self.front = self.persisted.front
+        """The clock behind the last row that was mapped."""
         self.spilling.restart()
 
     # Ingestion
@@ -208,6 +193,8 @@ class MapperCore:
             token_after=token_after,
             dead_letters=mapped.dead_letters,
             ingested_us=mapped.ingested_us,
+            front_before=self.front,
+            front=mapped.front if mapped.front is not None else self.front,
         )
         parts = [part for rows in mapped.parts if (part := self._uncommitted_part(entry, rows)) is not None]
         self._window.push(entry)
@@ -215,10 +202,11 @@ class MapperCore:
             self._buckets[part.reducer_index].push(part)
         self.next_input_index, self.next_shuffle_index = entry.input_end, entry.shuffle_end
         self.token = token_after
-        self._trim_window_entries()
+        self.front = entry.front
+        self._retire_entries()
         return [part.reducer_index for part in parts]
 
-    def _uncommitted_part(self, entry: WindowEntry, mapped: MappedPart) -> Part | None:
+    def _uncommitted_part(self, entry: WindowEntry, mapped: MappedPart) -> EntryPart | None:
         """The part for these rows, without those that the reducer had committed before this instance mapped them."""
         assert mapped.rows.num_rows == len(mapped.places)
         if mapped.rows.num_rows == 0:
@@ -227,7 +215,7 @@ class MapperCore:
         part = entry.add_part(mapped.reducer_index, mapped.rows, mapped.places)
         committed_rows = part.commit(bucket.committed)
         if committed_rows:
-            bucket.dropped = part.row_index_at(committed_rows - 1)
+            bucket.freed = part.row_index_at(committed_rows - 1)
         if part.is_committed:
             del entry.parts[mapped.reducer_index]
             return None
@@ -238,8 +226,9 @@ class MapperCore:
     def get_rows(self, request: GetRows) -> list[ServedBatch]:
         """Answer one GetRows. The steps are those of the protocol:
 
-        1. refuse a request that was meant for another instance, and one that calls rows committed that cannot be;
-        2. drop what the reducer has committed, move the pointer counts, retire entries at the front;
+        1. refuse a request that was meant for another instance, or is of another generation, and one that calls rows
+           committed that cannot be;
+        2. free what the reducer has committed, move the pointer counts, retire entries at the front;
         3. answer the rows after the cursor. They stay in the bucket. While there are rows after it in the spill, none:
            ``spill_read`` says where those are.
         """
@@ -251,11 +240,11 @@ class MapperCore:
         # 2
         if request.committed_row_index > bucket.committed:
             bucket.commit(request.committed_row_index, self._window)
-            self._trim_window_entries()
+            self._retire_entries()
         spill = self.spilling.spills.get(request.reducer_index)
         if spill is not None:
             spill.commit(bucket.committed)
-            bucket.dropped = max(bucket.dropped, spill.dropped)
+            bucket.freed = max(bucket.freed, spill.dropped)
         # 3
         if self.spill_read(request) is not None:
             return []
@@ -271,6 +260,25 @@ class MapperCore:
         if served:
             bucket = self._buckets[reducer_index]
             bucket.served = max(bucket.served, served[-1].last_row_index)
+
+    def tail(self, request: GetRows, served: Sequence[ServedBatch]) -> Tail:
+        """Where the reducer stands after ``served``, which ``get_rows`` or the spill has just answered.
+
+        Its next row is the next one in its bucket, and what is between belongs to others. While there may be rows of it
+        in the spill, nothing can be said of what comes after the last row served.
+        """
+        last = served[-1].last_row_index if served else request.from_row_index
+        generation = self.persisted.generation
+        spill = self.spilling.spills.get(request.reducer_index)
+        is_in_spill = spill is not None and not spill.is_empty and last < spill.end.last_row_index
+        if is_in_spill or (not self.spilling.is_known and last < self.persisted.shuffle_unread_row_index - 1):
+            return Tail(last, last, None, generation)
+        following = self._buckets[request.reducer_index].first_row_index_after(last)
+        complete = ShuffleIndex(max(last, (self.next_shuffle_index if following is None else following) - 1))
+        front = self.front
+        if front is not None and complete < self.next_shuffle_index - 1:
+            front = self._window.front_at(complete)
+        return Tail(last, complete, front, generation)
 
     def spill_read(self, request: GetRows) -> SpillRead | None:
         """What to read of the spill to answer ``request``; None if its rows are in the bucket."""
@@ -304,6 +312,14 @@ class MapperCore:
                 f"processor {self.processor!r}: nothing was changed. Ask the mappers of your own processor",
                 processor=self.processor,
             )
+        if request.generation != self.persisted.generation:
+            raise StaleGeneration(
+                f"the request is of generation {request.generation} of processor {self.processor!r}, but mapper "
+                f"{self.mapper_index} serves generation {self.persisted.generation}: nothing was changed. Read the "
+                "reducer's state again",
+                mapper_index=self.mapper_index,
+                generation=self.persisted.generation,
+            )
         if not 0 <= request.reducer_index < self.reducer_count:
             raise BadInput(
                 f"there is no reducer {request.reducer_index}: mapper {self.mapper_index} knows {self.reducer_count}",
@@ -325,16 +341,16 @@ class MapperCore:
                 f"mapper {self.mapper_index} has to read again from the store what it has spilled: ask again soon",
                 mapper_index=self.mapper_index,
             )
-        if request.committed_row_index < bucket.dropped:
+        if request.committed_row_index < bucket.freed:
             raise RowsGone(
                 f"reducer {request.reducer_index} says it has committed mapper {self.mapper_index}'s rows up to "
-                f"{request.committed_row_index}, but it has told before that it committed {bucket.dropped}, and those "
+                f"{request.committed_row_index}, but it has told before that it committed {bucket.freed}, and those "
                 "rows are gone: another instance of this reducer is alive, or its state was lost. "
                 "Read the reducer's state again",
                 mapper_index=self.mapper_index,
                 reducer_index=request.reducer_index,
                 committed_row_index=request.committed_row_index,
-                dropped_row_index=bucket.dropped,
+                dropped_row_index=bucket.freed,
             )
         to = request.to_row_index
         spill = self.spilling.spills.get(request.reducer_index)
@@ -357,7 +373,7 @@ class MapperCore:
         self._claims.learn(committed)
 
     def claims(self) -> dict[ReducerIndex, ShuffleIndex]:
-        """Per reducer the last row dropped because of a claim that the store has not been seen to confirm."""
+        """Per reducer the last row freed because of a claim that the store has not been seen to confirm."""
         return self._claims.unconfirmed(self._buckets, self.spilling.spills)
 
     def check_claims(
@@ -396,9 +412,13 @@ class MapperCore:
         """How far the persisted state could be by now."""
         return self._retired[-1].state if self._retired else self.persisted
 
-    def _trim_window_entries(self) -> None:
-        for entry in self._window.trim_front():
-            state = MapperState(entry.input_end, entry.shuffle_end, entry.token_after)
+    def _state_after(self, entry: WindowEntry) -> MapperState:
+        generation = self.persisted.generation
+        return MapperState(entry.input_end, entry.shuffle_end, entry.token_after, generation, entry.front)
+
+    def _retire_entries(self) -> None:
+        for entry in self._window.retire_front():
+            state = self._state_after(entry)
             if entry.dead_letters is None:
                 # Such entries need no place of their own, so this queue stays short. But dead letters keep the state
                 # they belong to: a plan that ends there may be on its way.
@@ -435,15 +455,15 @@ class MapperCore:
                 letters.extend([] if entry.dead_letters is None else [entry.dead_letters])
                 for reducer_index, part in entry.parts.items():
                     spill.setdefault(reducer_index, []).append(spill_part(part))
-                state = MapperState(entry.input_end, entry.shuffle_end, entry.token_after)
+                state = self._state_after(entry)
         if not self.persisted.is_before(state):
             return None
         # From here on the plan may be committed without this instance ever hearing of it.
         if state not in self._attempts:
             self._attempts.append(state)
-        dropped = {reducer_index: self._buckets[reducer_index].dropped for reducer_index in spill}
+        freed = {reducer_index: self._buckets[reducer_index].freed for reducer_index in spill}
         table = pa.concat_tables(letters) if letters else None
-        return TrimPlan(self.persisted, state, table, spill, self.claims(), dropped)
+        return TrimPlan(self.persisted, state, table, spill, self.claims(), freed)
 
     def trimmed(self, state: MapperState) -> None:
         """``state`` is now the persisted one. What the window still holds before it is in the spill."""
@@ -451,10 +471,12 @@ class MapperCore:
         self.persisted = state
         self._own.append(state)
         for bucket in self._buckets:
-            bucket.give_up(state.shuffle_unread_row_index, self._window)
-        self._trim_window_entries()
+            bucket.spill(state.shuffle_unread_row_index, self._window)
+        self._retire_entries()
         while self._retired and not state.is_before(self._retired[0].state):
-            self._dead_letter_bytes -= self._retired.popleft().dead_letter_bytes
+            passed = self._retired.popleft()
+            passed.life = after(passed.life, PERSIST)
+            self._dead_letter_bytes -= passed.dead_letter_bytes
         while self._attempts and not state.is_before(self._attempts[0]):
             self._attempts.popleft()
 

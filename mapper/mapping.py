@@ -16,7 +16,7 @@ import pyarrow as pa
 from shuffle.api import Mapper, PartitionedRowset, WorkerSpec
 from shuffle.errors import UserCodeError
 from shuffle.ids import InputIndex, ReducerIndex
-from shuffle.mapper.core import MappedBatch, MappedPart
+from shuffle.mapper.window import MappedBatch, MappedPart
 from shuffle.partition import check_partition_indexes, split_by_partition
 from shuffle.spec.config import OnError
 from shuffle.user_code.poison import dead_letters, is_transient, locate_poison, place_of, reason_of, split_rows

@@ -13,12 +13,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from shuffle.errors import BadInput, ShuffleError, StaleMapper, to_wire
+from shuffle.errors import BadInput, ShuffleError, StaleMapper, WrongVersion, to_wire
 from shuffle.ids import Guid
 from shuffle.limits import MIB
 from shuffle.mapper.bucket import ServedBatch
-from shuffle.mapper.shared_core import OutboxBudget, SharedCore
-from shuffle.messages import METADATA_FIELDS, NO_ROWS, ROWS_EXCHANGE, STREAM_OVER, BatchTail, GetRows, SharedRows
+from shuffle.mapper.shared_core import OutboxBudget, Served, SharedCore
+from shuffle.messages import METADATA_FIELDS, ROWS_EXCHANGE, STREAM_OVER, GetRows, SharedRows, Tail
 from shuffle.support import crash_points, flight
 from shuffle.support.endpoint import Endpoint
 from shuffle.support.shared_memory import BYTES_MIN, Outbox, machine
@@ -55,18 +55,23 @@ def _join(batches: list[ServedBatch]) -> ServedBatch:
     return ServedBatch(pa.concat_batches([served.rows for served in batches]), batches[-1].last_row_index)
 
 
-def _with_more(batches: Iterable[ServedBatch]) -> Iterator[tuple[ServedBatch, bool]]:
-    """Each batch, and whether another one comes after it."""
+def _with_tails(batches: Iterable[ServedBatch], tail: Tail) -> Iterator[tuple[pa.RecordBatch, Tail]]:
+    """Each batch with its tail: the last one has ``tail``, and those before it promise nothing but their own rows."""
     before: ServedBatch | None = None
     for served in batches:
         if before is not None:
-            yield before, True
+            last = before.last_row_index
+            yield before.rows, Tail(last, last, None, tail.generation, True)
         before = served
     if before is not None:
-        yield before, False
+        yield before.rows, tail._replace(last_row_index=before.last_row_index)
 
 
 _NO_COLUMNS = pa.schema([])
+
+
+def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,30 +124,36 @@ class MapperServer(flight.FlightServerBase):
         with self._places.taken():
             request = GetRows.decode(ticket.ticket)
             mapper = self.mapper(request.mapper_id)
-            schema, rows = self._rows(mapper, request, context)
-        if schema is None:
-            return flight.GeneratorStream(pa.schema([]), iter(()))
-        return flight.GeneratorStream(schema, self._stream(mapper, rows))
+            served = self._rows(mapper, request, context)
+        schema = served.schema or _NO_COLUMNS
+        return flight.GeneratorStream(schema, self._stream(mapper, schema, served))
 
-    def _stream(self, mapper: HostedMapper, rows: list[ServedBatch]) -> Iterator[tuple[pa.RecordBatch, bytes]]:
-        for served in joined(rows):
-            yield served.rows, BatchTail(served.last_row_index).encode()
-            mapper.on_served(served.rows.num_rows, served.rows.nbytes)
+    def _stream(
+        self, mapper: HostedMapper, schema: pa.Schema, served: Served
+    ) -> Iterator[tuple[pa.RecordBatch, bytes]]:
+        if not served.rows:
+            yield empty_batch(schema), served.tail.encode()
+        for rows, tail in _with_tails(joined(served.rows), served.tail):
+            yield rows, tail.encode()
+            mapper.on_served(rows.num_rows, rows.nbytes)
 
-    def _rows(self, mapper: HostedMapper, request: GetRows, context: Any) -> tuple[pa.Schema | None, list[ServedBatch]]:
-        schema, rows = mapper.shared.get_rows(request, context.is_cancelled)
-        if rows:
+    def _rows(self, mapper: HostedMapper, request: GetRows, context: Any) -> Served:
+        served = mapper.shared.get_rows(request, context.is_cancelled)
+        if served.rows:
             crash_points.reach("mapper.before_answer")
             # Their own schema: spilled rows may be served before this instance has mapped any.
-            return rows[0].rows.schema, rows
-        if schema is not None and request.with_metadata:
-            schema = pa.schema([*schema, *METADATA_FIELDS], schema.metadata)
-        return schema, rows
+            return served._replace(schema=served.rows[0].rows.schema)
+        if served.schema is not None and request.with_metadata:
+            return served._replace(schema=pa.schema([*served.schema, *METADATA_FIELDS], served.schema.metadata))
+        return served
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """GetRows, again and again on one stream (see ``messages``), while the answers have the schema of the first."""
         if descriptor.command != ROWS_EXCHANGE:
-            raise BadInput(f"unknown exchange {descriptor.command!r}: mapper and reducer are of different versions")
+            raise WrongVersion(
+                f"unknown exchange {descriptor.command!r}, and not {ROWS_EXCHANGE!r}: mapper and reducer are of "
+                "different versions of this project. Install the same one everywhere, and start them again"
+            )
         flight.check_schema(reader, _NO_COLUMNS)
         with self._places.taken(), ExitStack() as stack:
             self._answer_all(context, reader, writer, stack)
@@ -157,7 +168,7 @@ class MapperServer(flight.FlightServerBase):
             except StopIteration:
                 return
             error: ShuffleError | None = None
-            schema, rows = begun_with, list[ServedBatch]()
+            served: Served | None = None
             sharing: Outbox | None = None
             try:
                 request = GetRows.decode(b"" if ticket is None else bytes(ticket))
@@ -167,34 +178,36 @@ class MapperServer(flight.FlightServerBase):
                     sharing = None if outbox is None or outbox.is_refused else outbox
                 if sharing is not None and request.to_row_index is None:
                     request = replace(request, max_bytes=min(request.max_bytes, sharing.bytes_max))
-                schema, rows = self._rows(mapper, request, context)
+                served = self._rows(mapper, request, context)
             except ShuffleError as refused:
                 error = refused
+            schema = begun_with if served is None else served.schema
             if not has_begun:
                 begun_with, has_begun = schema, True
                 writer.begin(schema or _NO_COLUMNS)
-            if error is not None:
+            if served is None:
+                assert error is not None
                 writer.write_metadata(to_wire(error).encode())
                 continue
             if schema != begun_with or mapper.shared.closing:
                 writer.write_metadata(STREAM_OVER)
                 return
-            if not rows:
-                writer.write_metadata(NO_ROWS)
+            if not served.rows:
+                writer.write_metadata(served.tail.encode())
                 continue
-            nbytes = sum(served.rows.nbytes for served in rows)
-            if sharing is None or nbytes < BYTES_MIN or not self._share(writer, sharing, rows):
-                for served, more in _with_more(joined(rows)):
-                    writer.write_with_metadata(served.rows, BatchTail(served.last_row_index, more).encode())
-            mapper.on_served(sum(served.rows.num_rows for served in rows), nbytes)
+            nbytes = sum(batch.rows.nbytes for batch in served.rows)
+            if sharing is None or nbytes < BYTES_MIN or not self._share(writer, sharing, served):
+                for rows, tail in _with_tails(joined(served.rows), served.tail):
+                    writer.write_with_metadata(rows, tail.encode())
+            mapper.on_served(sum(batch.rows.num_rows for batch in served.rows), nbytes)
 
-    def _share(self, writer: Any, outbox: Outbox, rows: list[ServedBatch]) -> bool:
+    def _share(self, writer: Any, outbox: Outbox, served: Served) -> bool:
         """Answer by way of shared memory, unless there are too many rows for it."""
-        batches = list(joined(rows))
-        note = outbox.put([served.rows for served in batches])
+        batches = list(_with_tails(joined(served.rows), served.tail))
+        note = outbox.put([rows for rows, _ in batches])
         if note is None:
             return False
-        writer.write_metadata(SharedRows(note, tuple(served.last_row_index for served in batches)).encode())
+        writer.write_metadata(SharedRows(note, tuple(tail for _, tail in batches)).encode())
         return True
 
     def do_action(self, context: Any, action: Any) -> Any:

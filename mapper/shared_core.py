@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -16,11 +16,12 @@ from shuffle.errors import NotServed, OutOfRange, StoreUnavailable
 from shuffle.ids import ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB, WAIT_MS_MAX
 from shuffle.mapper.bucket import Bucket, ServedBatch
-from shuffle.mapper.core import MappedBatch, MapperCore
+from shuffle.mapper.core import MapperCore
 from shuffle.mapper.spill.answer import SpillRead
 from shuffle.mapper.spill.format import SpillHead
 from shuffle.mapper.spill.index import Spill
-from shuffle.messages import GetRows
+from shuffle.mapper.window import MappedBatch
+from shuffle.messages import GetRows, Tail
 from shuffle.support.shared_memory import Outbox
 
 SHARED_BYTES_MAX = 32 * MIB
@@ -48,6 +49,16 @@ an honest one that comes too soon is sent again after a moment."""
 
 CANCEL_CHECK_S = 1.0
 """How often a waiting request looks whether its caller is still there."""
+
+
+class Served(NamedTuple):
+    """What one GetRows is answered."""
+
+    schema: pa.Schema | None
+    """None if nothing was mapped yet."""
+    rows: list[ServedBatch]
+    tail: Tail
+    """Of the last batch, or of none."""
 
 
 class SharedCore:
@@ -113,10 +124,8 @@ class SharedCore:
         with self.lock:
             self._room.notify_all()
 
-    def get_rows(
-        self, request: GetRows, is_cancelled: Callable[[], bool] = lambda: False
-    ) -> tuple[pa.Schema | None, list[ServedBatch]]:
-        """The schema, None if nothing was mapped yet, and rows: at once, or as soon as there are some."""
+    def get_rows(self, request: GetRows, is_cancelled: Callable[[], bool] = lambda: False) -> Served:
+        """Rows: at once, or as soon as there are some."""
         try:
             return self._answer(request, is_cancelled)
         except NotServed:
@@ -145,7 +154,7 @@ class SharedCore:
             self.core.learn_committed(committed)
         return True
 
-    def _answer(self, request: GetRows, is_cancelled: Callable[[], bool]) -> tuple[pa.Schema | None, list[ServedBatch]]:
+    def _answer(self, request: GetRows, is_cancelled: Callable[[], bool]) -> Served:
         begin_s = time.monotonic()
         deadline_s = begin_s + min(max(request.wait_ms, 0), WAIT_MS_MAX) / 1000
         settling = request.from_row_index > request.committed_row_index
@@ -155,7 +164,7 @@ class SharedCore:
             spilled = self.core.spill_read(request)
             if spilled is None:
                 if rows:
-                    return self.core.schema, rows
+                    return Served(self.core.schema, rows, self.core.tail(request, rows))
                 if self.core.waiting[reducer] >= WAITERS_PER_REDUCER_MAX:
                     deadline_s = min(deadline_s, begin_s + CROWDED_WAIT_S)
                 self.core.waiting[reducer] += 1
@@ -172,10 +181,10 @@ class SharedCore:
                 finally:
                     self.core.waiting[reducer] -= 1
             if spilled is None:
-                return self.core.schema, rows
-        return self._from_spill(spilled)
+                return Served(self.core.schema, rows, self.core.tail(request, rows))
+        return self._from_spill(request, spilled)
 
-    def _from_spill(self, spilled: SpillRead) -> tuple[pa.Schema | None, list[ServedBatch]]:
+    def _from_spill(self, request: GetRows, spilled: SpillRead) -> Served:
         """Without the lock: others are served while the store is asked."""
         assert self._read_spill is not None
         try:
@@ -188,7 +197,7 @@ class SharedCore:
         with self.lock:
             spilled.spill.learn(heads)
             self.core.note_served(spilled.reducer_index, rows)
-        return self.core.schema, rows
+            return Served(self.core.schema, rows, self.core.tail(request, rows))
 
     def _get_rows(self, request: GetRows) -> list[ServedBatch]:
         bytes_before = self.core.nbytes

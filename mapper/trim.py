@@ -257,7 +257,7 @@ class Trimmer:
             before = self._core.spilling.ends(reducers)
             is_begun = {reducer: reducer in spills and not spills[reducer].is_empty for reducer in reducers}
         try:
-            return self._spill.prepare(plan.spill, before, plan.dropped, is_begun)
+            return self._spill.prepare(plan.spill, before, plan.freed, is_begun)
         except (DiskFull, TooLarge) as error:
             self._blocked(plan, error)
             return None

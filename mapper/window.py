@@ -1,24 +1,28 @@
 """The window: mapped batches held in memory until every reducer has committed its rows of them.
 
 An entry is one mapped batch, cut into parts: for each reducer that has rows in it, one Arrow batch with the places of
-its rows in the entry. Parts are freed one by one, as soon as their reducer has committed their last row, so that a slow
-reducer holds memory for its own rows only. The entry itself, a few numbers by then, stays in its place until all
-entries before it are done, because the persisted state is one position and cannot have holes.
+its rows in the entry. Parts are freed one by one, as soon as their reducer has committed their last row or their rows
+are in the spill, so that a slow reducer holds memory for its own rows only. The entry itself, a few numbers by then,
+stays in its place until all entries before it have retired, because the persisted state is one position and cannot have
+holes. ``entry_life`` has the states of an entry, and the verbs for what happens to it.
 
 No I/O, no threads, no clocks in here.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from shuffle.ids import InputIndex, ReducerIndex, ShuffleIndex, Token
+from shuffle.mapper.entry_life import COMMIT, RETIRE, SPILL, Life, after
 
 ENTRY_OVERHEAD_BYTES = 1024
 """What an entry weighs without its rows: objects, a token, a place in the queue. Counted so that very many very small
@@ -30,7 +34,30 @@ PART_OVERHEAD_BYTES = 512
 Places = np.ndarray[Any, np.dtype[np.uint32]]
 
 
-class Part:
+class MappedPart(NamedTuple):
+    """One reducer's rows of a mapped batch, and the place of each in the batch; places rise."""
+
+    reducer_index: ReducerIndex
+    rows: pa.RecordBatch
+    places: Places
+
+
+@dataclass(frozen=True, slots=True)
+class MappedBatch:
+    """What became of one batch of input rows."""
+
+    schema: pa.Schema
+    rows_out: int
+    parts: Sequence[MappedPart]
+    dead_letters: pa.Table | None = None
+    """Rows for the dead-letter queue, complete."""
+    ingested_us: int = 0
+    """When its rows were read: microseconds since 1970, UTC."""
+    front: int | None = None
+    """The mapper's clock behind its last row: no row that comes after it is below this. None: there is no clock."""
+
+
+class EntryPart:
     """One reducer's rows of one window entry."""
 
     __slots__ = ("batch", "begin", "entry", "first_row_index", "last_row_index", "nbytes", "places", "reducer_index")
@@ -88,9 +115,12 @@ class WindowEntry:
 
     __slots__ = (
         "dead_letters",
+        "front",
+        "front_before",
         "ingested_us",
         "input_begin",
         "input_end",
+        "life",
         "parts",
         "pointer_count",
         "shuffle_begin",
@@ -107,7 +137,10 @@ class WindowEntry:
         token_after: Token,
         dead_letters: pa.Table | None = None,
         ingested_us: int = 0,
+        front_before: int | None = None,
+        front: int | None = None,
     ) -> None:
+        self.life = Life.HELD
         self.input_begin = input_begin
         self.input_end = input_end
         self.shuffle_begin = shuffle_begin
@@ -117,15 +150,22 @@ class WindowEntry:
         """Input rows that ``map`` refused, to be set aside in the transaction that advances the state past them."""
         self.ingested_us = ingested_us
         """When this instance took the batch in: microseconds since 1970, UTC."""
-        self.parts: dict[ReducerIndex, Part] = {}
+        self.front_before = front_before
+        self.front = front
+        """The mapper's clock at the begin and at the end: no row after those places is below them."""
+        self.parts: dict[ReducerIndex, EntryPart] = {}
         """Those that still hold rows."""
         self.pointer_count = 0
         """The bucket pointer count: buckets whose first uncommitted row is in this entry."""
 
-    def add_part(self, reducer_index: ReducerIndex, batch: pa.RecordBatch, places: Places) -> Part:
-        part = Part(self, reducer_index, batch, places)
+    def add_part(self, reducer_index: ReducerIndex, batch: pa.RecordBatch, places: Places) -> EntryPart:
+        part = EntryPart(self, reducer_index, batch, places)
         self.parts[reducer_index] = part
         return part
+
+    def happens(self, event: str) -> None:
+        """Move on in the life of an entry, which ``entry_life`` describes; what it does not know of is a bug."""
+        self.life = after(self.life, event)
 
     @property
     def overhead_bytes(self) -> int:
@@ -175,35 +215,54 @@ class Window:
                 # this, a stretch of rows that all get filtered would fill the window with entries of no rows.
                 last.input_end, last.shuffle_end = entry.input_end, entry.shuffle_end
                 last.token_after = entry.token_after
+                last.front = entry.front
                 return
+        if not entry.parts:
+            entry.happens(COMMIT)
         self._entries.append(entry)
         self.nbytes += entry.nbytes
         self.rows += sum(part.rows for part in entry.parts.values())
 
-    def commit(self, part: Part, row_index: int) -> int:
+    def commit(self, part: EntryPart, row_index: int) -> int:
         """Pass ``row_index`` on to ``part``, and free it if that was the last of its rows. The rows newly committed."""
+        return self._free_up_to(part, row_index, COMMIT)
+
+    def spill(self, part: EntryPart) -> int:
+        """Free ``part``, whose rows are in the spill now. How many they were."""
+        return self._free_up_to(part, part.last_row_index, SPILL)
+
+    def _free_up_to(self, part: EntryPart, row_index: int, event: str) -> int:
         rows = part.commit(row_index)
         self.rows -= rows
         if part.is_committed:
+            entry = part.entry
             self.nbytes -= part.nbytes
-            del part.entry.parts[part.reducer_index]
+            del entry.parts[part.reducer_index]
             part.free()
+            if not entry.parts:
+                entry.happens(event)
         return rows
 
-    def trim_front(self) -> list[WindowEntry]:
-        """TrimWindowEntries: take the entries off the front that no bucket points to, and return them.
+    def front_at(self, row_index: int) -> int | None:
+        """The mapper's clock behind the last entry that ends at ``row_index`` or before it."""
+        at = bisect_right(self._entries, row_index + 1, key=attrgetter("shuffle_end"))
+        return self._entries[at - 1].front if at else self._entries[0].front_before
+
+    def retire_front(self) -> list[WindowEntry]:
+        """TrimWindowEntries: retire the entries at the front that no bucket points to, and return them.
 
         An uncommitted row in the entry at the front is the first of its bucket, so a count of 0 there means that there
         is none.
         """
-        trimmed = []
+        retired = []
         while self._entries and self._entries[0].pointer_count == 0:
             entry = self._entries.popleft()
             assert not entry.parts
+            entry.happens(RETIRE)
             self.first_entry_index += 1
             self.nbytes -= entry.overhead_bytes
-            trimmed.append(entry)
-        return trimmed
+            retired.append(entry)
+        return retired
 
     def size(self) -> WindowSize:
         return WindowSize(len(self._entries), self.rows, self.nbytes)

@@ -59,7 +59,14 @@ class Committer:
 
 def _describe(index: ReducerIndex, batch: ReduceBatch, found: ReducerState) -> str:
     expected = batch.expected.committed_row_indices
+    if found.generation != batch.expected.generation:
+        return (
+            f"reducer {index} expected to be of generation {batch.expected.generation}, and the store says "
+            f"{found.generation}"
+        )
     differing = [i for i, (a, b) in enumerate(zip(expected, found.committed_row_indices, strict=True)) if a != b]
+    if not differing:
+        return f"reducer {index} found the indexes that it expected with other fronts in the store"
     first = differing[0]
     return (
         f"reducer {index} expected to have committed mapper {first} up to {expected[first]}, and the store says "

@@ -33,6 +33,7 @@ import pyarrow as pa
 from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import ShuffleError
 from shuffle.ids import MapperIndex, ShuffleIndex
+from shuffle.messages import Tail
 
 SETTLING_WAIT_MS = 250
 """The long poll while rows of that mapper are still on their way to a commit, which it hears of with the next request.
@@ -76,6 +77,8 @@ class FetchPlan:
     max_rows: int
     max_bytes: int
     wait_ms: int
+    generation: int = 0
+    """Of the processor, as the reducer's row says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,8 @@ class FetchedBatch:
     last_row_index: ShuffleIndex
     batch: pa.RecordBatch
     size_bytes: int
+    front: int | None = None
+    """What the mapper promised behind it: no later row is below this value of its clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +148,10 @@ class ReducerCore:
     def _reset(self, state: ReducerState) -> None:
         self.committed_state = state
         self._cursors = list(state.committed_row_indices)
+        self._complete = list(state.committed_row_indices)
+        """Per mapper: up to this shuffle index there is no row of this reducer but those that were fetched."""
+        self._fronts = [state.front(MapperIndex(index)) for index in range(self.mapper_count)]
+        """Per mapper: what it promised last, ahead of what the batch in flight will make durable."""
         self._queued: list[deque[FetchedBatch]] = [deque() for _ in range(self.mapper_count)]
         self._queued_bytes = [0] * self.mapper_count
         self._in_flight: ReduceBatch | None = None
@@ -168,6 +177,14 @@ class ReducerCore:
     def cursor(self, mapper_index: MapperIndex) -> ShuffleIndex:
         return self._cursors[mapper_index]
 
+    def complete_up_to(self, mapper_index: MapperIndex) -> ShuffleIndex:
+        """Every row of this reducer up to this shuffle index has been fetched."""
+        return self._complete[mapper_index]
+
+    def front(self, mapper_index: MapperIndex) -> int | None:
+        """No row that is fetched from now on is below this value of the mapper's clock; None: nothing is known."""
+        return self._fronts[mapper_index]
+
     def fetch_plan(self, mapper_index: MapperIndex) -> FetchPlan | None:
         """The next request to this mapper, or None while its share of the memory is taken."""
         room_bytes = self._share_bytes - self._queued_bytes[mapper_index]
@@ -183,22 +200,42 @@ class ReducerCore:
             max_rows=self.limits.fetch_rows_max,
             max_bytes=min(self.limits.fetch_bytes_max, room_bytes),
             wait_ms=min(self.limits.fetch_wait_ms, SETTLING_WAIT_MS) if settling else self.limits.fetch_wait_ms,
+            generation=self.committed_state.generation,
         )
 
-    def fetched(self, plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]]) -> int:
-        """Queue an answer: its batches, each with the shuffle index of its last row. Returns the rows queued.
+    def fetched(
+        self, plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]], tails: Sequence[Tail] = ()
+    ) -> int:
+        """Queue an answer: its batches, each with the shuffle index of its last row, and the tails. Returns the rows
+        queued.
 
         An answer of an abandoned epoch, or one that does not continue at the cursor, changes nothing.
         """
         mapper_index = plan.mapper_index
         if plan.epoch != self.epoch or plan.from_row_index != self._cursors[mapper_index]:
             return 0
-        parts = _parts(plan, batches)
+        parts = _parts(plan, batches, tails)
+        if tails:
+            self._believe(plan, tails[-1])
         for part in parts:
             self._queued[mapper_index].append(part)
             self._queued_bytes[mapper_index] += part.size_bytes
             self._cursors[mapper_index] = part.last_row_index
         return sum(part.batch.num_rows for part in parts)
+
+    def _believe(self, plan: FetchPlan, tail: Tail) -> None:
+        """Take over what the mapper promises behind an answer. What it has promised before stays true: an instance that
+        was started since may not be that far again."""
+        mapper_index = plan.mapper_index
+        if tail.generation != plan.generation:
+            raise ShuffleError(
+                f"mapper {mapper_index} answered for generation {tail.generation}, and was asked for "
+                f"{plan.generation}: the answer is dropped",
+                mapper=mapper_index,
+                generation=tail.generation,
+            )
+        self._complete[mapper_index] = max(self._complete[mapper_index], tail.complete_up_to)
+        self._fronts[mapper_index] = _later(self._fronts[mapper_index], tail.front)
 
     @property
     def queued_bytes(self) -> int:
@@ -231,6 +268,8 @@ class ReducerCore:
         if not parts:
             return None
         expected = self.committed_state
+        # Of exactly these parts: what was promised behind those that are still queued is not true before them.
+        fronts = {part.mapper_index: part.front for part in parts if part.front is not None}
         self._batches_made += 1
         self._in_flight = ReduceBatch(
             number=self._batches_made,
@@ -238,7 +277,7 @@ class ReducerCore:
             attempt=1,
             parts=tuple(sorted(parts, key=lambda part: part.mapper_index)),
             expected=expected,
-            new=expected.advanced({part.mapper_index: part.last_row_index for part in parts}),
+            new=expected.advanced({part.mapper_index: part.last_row_index for part in parts}, fronts),
             row_count=sum(part.batch.num_rows for part in parts),
             size_bytes=sum(part.size_bytes for part in parts),
         )
@@ -313,10 +352,16 @@ class ReducerCore:
             raise ShuffleError(f"batch {batch.number} (attempt {batch.attempt}) is not in flight")
 
 
-def _parts(plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]]) -> list[FetchedBatch]:
+def _later(before: int | None, front: int | None) -> int | None:
+    return before if front is None else front if before is None else max(before, front)
+
+
+def _parts(
+    plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]], tails: Sequence[Tail]
+) -> list[FetchedBatch]:
     parts: list[FetchedBatch] = []
     before = plan.from_row_index
-    for batch, last in batches:
+    for at, (batch, last) in enumerate(batches):
         if batch.num_rows == 0:
             continue
         # Every row has an index of its own above the one before, so a batch needs at least as many as it has rows.
@@ -327,6 +372,7 @@ def _parts(plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex
                 mapper=plan.mapper_index,
                 position=before,
             )
-        parts.append(FetchedBatch(plan.mapper_index, before, last, batch, max(1, batch.nbytes)))
+        front = tails[at].front if tails else None
+        parts.append(FetchedBatch(plan.mapper_index, before, last, batch, max(1, batch.nbytes), front))
         before = last
     return parts

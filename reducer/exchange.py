@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,25 @@ import pyarrow as pa
 from shuffle.errors import ShuffleError, StoreUnavailable, TooLarge, from_wire
 from shuffle.ids import ShuffleIndex
 from shuffle.limits import BATCH_BYTES_MAX
-from shuffle.messages import NO_ROWS, ROWS_EXCHANGE, SHARED_ROWS, STREAM_OVER, BatchTail, GetRows, SharedRows
+from shuffle.messages import ROWS_EXCHANGE, SHARED_ROWS, STREAM_OVER, TAIL, GetRows, SharedRows, Tail
 from shuffle.support import flight
 from shuffle.support.logs import get_logger
 from shuffle.support.shared_memory import Inbox, NotShared, machine
 
-Answer = list[tuple[pa.RecordBatch, ShuffleIndex]]
-"""Batches, each with the shuffle index of its last row."""
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a mapper has responded to one GetRows."""
+
+    batches: list[tuple[pa.RecordBatch, ShuffleIndex]] = field(default_factory=list)
+    """Each with the shuffle index of its last row."""
+    tails: list[Tail] = field(default_factory=list)
+    """Of each batch; of a response without rows, the one that it has."""
+
+    def add(self, batch: pa.RecordBatch, tail: Tail) -> None:
+        self.batches.append((batch, tail.last_row_index))
+        self.tails.append(tail)
+
 
 STREAM_S_MAX = 5.0
 """An exchange is asked no more when it is this old. Flight bounds an exchange as a whole and not each answer, so this
@@ -85,7 +97,7 @@ class RowStream:
 
     def _answer(self, request: GetRows) -> Answer | ShuffleError:
         """The batches, or the error that the mapper answered: the exchange goes on after either."""
-        batches: Answer = []
+        answer = Answer()
         size_bytes = 0
         while True:
             chunk = self._reader.read_chunk()
@@ -97,33 +109,35 @@ class RowStream:
                     return from_wire(told.decode("utf-8", "replace"))
                 elif told.startswith(SHARED_ROWS):
                     return self._shared(SharedRows.decode(told), request)
-                elif told != NO_ROWS:
+                elif told.startswith(TAIL):
+                    answer.tails.append(Tail.decode(told))
+                else:
                     raise ShuffleError(f"{self._who} gave an answer that is none: is it a mapper of this version?")
-                return batches
+                return answer
             if not told:
                 raise ShuffleError(
                     f"{self._who} sent rows without their shuffle index: is it a mapper of this version?"
                 )
             validate_offsets(chunk.data)
-            tail = BatchTail.decode(told)
+            tail = Tail.decode(told)
             size_bytes += chunk.data.nbytes
             if size_bytes > request.max_bytes + BATCH_BYTES_MAX:
                 raise TooLarge(f"{self._who} sent more than {size_bytes} bytes, and {request.max_bytes} were asked for")
-            batches.append((chunk.data, tail.last_row_index))
+            answer.add(chunk.data, tail)
             if not tail.more:
-                return batches
+                return answer
 
     def _shared(self, told: SharedRows, request: GetRows) -> Answer:
         if told.note.size_bytes > request.max_bytes + BATCH_BYTES_MAX:
             raise TooLarge(f"{self._who} tells of {told.note.size_bytes} bytes, and {request.max_bytes} were asked for")
         batches = self._inbox.take(told.note)
-        if len(batches) != len(told.last_row_indexes):
-            raise ShuffleError(
-                f"{self._who} tells of {len(told.last_row_indexes)} batches, and there are {len(batches)}"
-            )
-        for batch in batches:
+        if len(batches) != len(told.tails):
+            raise ShuffleError(f"{self._who} tells of {len(told.tails)} batches, and there are {len(batches)}")
+        answer = Answer()
+        for batch, tail in zip(batches, told.tails, strict=True):
             validate_offsets(batch)
-        return list(zip(batches, told.last_row_indexes, strict=True))
+            answer.add(batch, tail)
+        return answer
 
     def close(self) -> None:
         self._inbox.close()

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shuffle.discovery import MapperAddress, MapperDirectory
-from shuffle.errors import NotServed, RowsGone, ShuffleError, StaleMapper, TooLarge
+from shuffle.errors import NotServed, RowsGone, ShuffleError, StaleGeneration, StaleMapper, TooLarge
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.limits import BATCH_BYTES_MAX
-from shuffle.messages import BatchTail, GetRows
+from shuffle.messages import GetRows, Tail
 from shuffle.metrics import ReducerMetrics
 from shuffle.reducer.connections import ClientPool, SharedClient
 from shuffle.reducer.core import FetchedBatch, FetchPlan
@@ -38,22 +38,24 @@ _log = get_logger(__name__)
 
 def get_rows(client: Any, request: GetRows, *, who: str, timeout_s: float) -> Answer:
     """One GetRows call: the batches of the answer, each with the shuffle index of its last row."""
-    batches: Answer = []
+    answer = Answer()
     size_bytes = 0
     with flight.typed_errors(who):
         reader = client.do_get(flight.Ticket(request.encode()), flight.call_options(timeout_s))
         for chunk in reader:
-            if chunk.data is None or chunk.data.num_rows == 0:
-                continue
             if chunk.app_metadata is None:
                 raise ShuffleError(f"{who} sent rows without their shuffle index: is it a mapper of this version?")
+            tail = Tail.decode(bytes(chunk.app_metadata))
+            if chunk.data is None or chunk.data.num_rows == 0:
+                answer.tails.append(tail)
+                continue
             chunk.data.validate()
             size_bytes += chunk.data.nbytes
             if size_bytes > request.max_bytes + BATCH_BYTES_MAX:
                 reader.cancel()
                 raise TooLarge(f"{who} sent more than {size_bytes} bytes, and {request.max_bytes} were asked for")
-            batches.append((chunk.data, BatchTail.decode(bytes(chunk.app_metadata)).last_row_index))
-    return batches
+            answer.add(chunk.data, tail)
+    return answer
 
 
 class Connections:
@@ -159,9 +161,9 @@ class Fetcher:
             return
         try:
             answer = self._ask(mapper, plan)
-            if answer:
+            if answer.batches:
                 crash_points.reach("reducer.after_fetch")
-            rows = self._shared.fetched(plan, answer)
+            rows = self._shared.fetched(plan, answer.batches, answer.tails)
         except ShuffleError as error:
             self._failed(mapper, error, changes)
             return
@@ -170,7 +172,7 @@ class Fetcher:
             self._backoff.reset()
         if rows:
             self._metrics.fetched_rows.inc(rows)
-            self._metrics.fetched_bytes.inc(sum(batch.nbytes for batch, _ in answer))
+            self._metrics.fetched_bytes.inc(sum(batch.nbytes for batch, _ in answer.batches))
 
     def _ask(self, mapper: MapperAddress, plan: FetchPlan) -> Answer:
         request = GetRows(
@@ -182,6 +184,7 @@ class Fetcher:
             max_bytes=plan.max_bytes,
             wait_ms=plan.wait_ms,
             processor=self._directory.processor,
+            generation=plan.generation,
         )
         begin_s = time.monotonic()
         try:
@@ -197,9 +200,10 @@ class Fetcher:
         if self._backoff.failures == 0:
             _log.warning("mapper passed over", mapper=self._mapper_index, address=mapper.address, error=error)
         self._choice.failed()
-        if isinstance(error, RowsGone | NotServed):
+        if isinstance(error, RowsGone | NotServed | StaleGeneration):
             # Rows leave a window only when this reducer has committed them, so somebody else has done it in its name;
-            # or this instance takes rows for committed that are not, because the store is another one or an older one.
+            # or this instance takes rows for committed that are not, because the store is another one or an older one;
+            # or the processor is of another generation by now.
             self._on_rows_gone()
         elif not isinstance(error, StaleMapper):
             self._connections.close(is_broken=True)  # A broken channel is not worth its own back-off on top of ours.
@@ -235,8 +239,8 @@ class RowLocator:
                 continue
             finally:
                 connections.close()
-            if sum(batch.num_rows for batch, _ in answer) == place + 1:
-                return answer[-1][1]
+            if sum(batch.num_rows for batch, _ in answer.batches) == place + 1:
+                return answer.batches[-1][1]
         return None
 
     def _request(self, part: FetchedBatch, place: int, mapper: MapperAddress) -> GetRows:
@@ -248,4 +252,5 @@ class RowLocator:
             max_rows=place + 1,
             max_bytes=BATCH_BYTES_MAX,
             processor=self._directory.processor,
+            generation=self._shared.generation,
         )

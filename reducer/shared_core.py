@@ -17,6 +17,7 @@ from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import ShuffleError
 from shuffle.ids import MapperIndex, ShuffleIndex
 from shuffle.limits import MIB
+from shuffle.messages import Tail
 from shuffle.reducer.core import FetchPlan, ReduceBatch, ReducerCore, Settled
 
 T = TypeVar("T")
@@ -82,10 +83,12 @@ class SharedCore:
         """What to ask this mapper for, as soon as there is room; None when stopped."""
         return self._wait(lambda: None if self.stopping else self._core.fetch_plan(mapper_index), lambda: self.stopping)
 
-    def fetched(self, plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]]) -> int:
+    def fetched(
+        self, plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]], tails: Sequence[Tail] = ()
+    ) -> int:
         """The rows that were queued: none if the answer came too late for its epoch."""
         with self._changed:
-            rows = self._core.fetched(plan, batches)
+            rows = self._core.fetched(plan, batches, tails)
             if not rows:
                 self._answers_empty += 1
             # Nothing is news, too, to a reducer that lets rows add up: a mapper without room answers so.
@@ -95,6 +98,12 @@ class SharedCore:
     def committed_row_index(self, mapper_index: MapperIndex) -> ShuffleIndex:
         with self._changed:
             return self._core.committed_state[mapper_index]
+
+    @property
+    def generation(self) -> int:
+        """Of the processor, by the reducer's row."""
+        with self._changed:
+            return self._core.committed_state.generation
 
     # -- process ------------------------------------------------------------------------------------------------------
 

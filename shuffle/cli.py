@@ -92,6 +92,7 @@ def build_parser(given: str = "") -> argparse.ArgumentParser:
     _add_status(commands)
     _add_top(commands)
     _add_dead_letters(commands, given)
+    _add_upgrade(commands)
     for name, (_, what) in DELEGATES.items():
         commands.add_parser(name, help=what, add_help=False)
     state = _add(
@@ -222,6 +223,17 @@ def _add_dead_letters(commands: _Commands, given: str) -> None:
         parser.set_defaults(run_command=dead_letters_command.run)
 
 
+def _add_upgrade(commands: _Commands) -> None:
+    parser = _add(
+        commands,
+        "upgrade",
+        "bring a processor's tables up to date that an earlier version of this project has written",
+        "shuffle upgrade job.yaml",
+    )
+    parser.add_argument("spec", metavar="SPEC", help="the processor's spec, a YAML file")
+    parser.set_defaults(run_command=_upgrade)
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0.1 <= value <= 3600:
@@ -257,6 +269,19 @@ def _run(options: argparse.Namespace) -> int:
 
             return run_on_spark(spec, options.master, _run_options(options, screen))
         return run(spec, _run_options(options, screen))
+
+
+def _upgrade(options: argparse.Namespace) -> int:
+    from shuffle.durable.upgrade import upgrade
+    from shuffle.run.run_lock import only_run
+    from shuffle.spec.config import load_spec
+    from shuffle.support.slow_wait import say_on_stderr
+
+    spec = load_spec(options.spec)
+    with only_run(spec, say_on_stderr), spec.open_state() as client:
+        done = upgrade(client, spec.processor)
+    print(f"the tables of processor {spec.processor} are up to date" + (" now" if done else ""))
+    return 0
 
 
 def _run_options(options: argparse.Namespace, screen: bool) -> RunOptions:

@@ -9,6 +9,7 @@
     │   ├── NullKey                a null (or a missing value) where a key column must have one
     │   ├── TooLarge               a key, value, batch, transaction or ticket over its limit
     │   ├── ConstraintViolated     a written row breaks a CHECK of its table
+    │   ├── WrongVersion           a GetRows request of another version of the protocol
     │   ├── SequenceError          a producer's sequence number too far in the past to be recognised
     │   └── OutOfRange             a queue position that was trimmed, or lies after the end; a number out of bounds
     ├── CommitConflict             something the transaction read has changed: nothing was written, try again
@@ -23,6 +24,7 @@
     │   └── CorruptData            a checksum that does not match, with the file and the offset
     ├── Expired                    a snapshot, session, lease or staged append whose time is over
     ├── StaleMapper                the request names another instance of this mapper: discovery was stale
+    ├── StaleGeneration            the request is of another generation of the processor than the mapper
     ├── RowsGone                   rows below what the window can still serve
     ├── NotServed                  rows called committed that the mapper never served, and the store knows nothing of it
     ├── FalseClaim                 rows dropped because a request called them committed; the store says they are not
@@ -118,6 +120,13 @@ class ConstraintViolated(BadInput):
     code = "constraint_violated"
 
 
+class WrongVersion(BadInput):
+    """A reducer and a mapper speak different versions of GetRows. Nothing was changed. Install the same version of this
+    project everywhere, and start both again."""
+
+    code = "wrong_version"
+
+
 class SequenceError(BadInput):
     """A producer's sequence number is too far in the past to tell whether it was appended. Count upwards."""
 
@@ -200,6 +209,13 @@ class StaleMapper(ShuffleError):
     """A request named another instance of this mapper than runs now. Reducers ask discovery again by themselves."""
 
     code = "stale_mapper"
+
+
+class StaleGeneration(ShuffleError):
+    """A request was made for another generation of the processor than the mapper serves. Nothing was changed. The
+    reducer reads its state again by itself; if it goes on, one of them was started from an old spec: start it again."""
+
+    code = "stale_generation"
 
 
 class RowsGone(ShuffleError):

@@ -1,31 +1,35 @@
-"""What travels between mappers and reducers, and its codec.
+"""What travels between mappers and reducers, and its codec: GetRows, version 2.
 
-GetRows is an Arrow Flight ``DoGet``. The ticket is a JSON object of ``GetRows``; the answer is record batches, each
-with ``BatchTail`` as its ``app_metadata``. "No rows" is the schema and no batch.
+GetRows is an Arrow Flight ``DoGet``. The ticket is a JSON object of ``GetRows``. The response is record batches, each
+with a ``Tail`` as its ``app_metadata``; all tails but the last say ``more``. A response without rows is one batch
+without rows, and it has a tail, too.
 
 A reducer that goes on asking uses a ``DoExchange`` with the command ``ROWS_EXCHANGE`` instead, which costs a third of
-such calls: each question is a ticket in the ``app_metadata`` of a message without rows. The answer is the same batches,
-each but the last with ``more`` in its tail; or one message without rows, whose ``app_metadata`` is ``NO_ROWS``,
-``STREAM_OVER`` (no rows, and the next question needs another stream), the JSON of a typed error, or ``SharedRows``: the
-batches are in memory that both processes see (``shared_memory``), if the question says on which machine it was asked.
+such calls: each request is a ticket in the ``app_metadata`` of a message without rows. The response is the same
+batches; or one message without rows, whose ``app_metadata`` is a ``Tail`` (there are none), ``STREAM_OVER`` (this is no
+response: the request has to be made again on another stream), the JSON of a typed error, or ``SharedRows``: the batches
+are in memory that both processes see (``shared_memory``), if the request says on which machine it was made.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, dataclass
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pyarrow as pa
 
-from shuffle.errors import BadInput, TooLarge
+from shuffle.errors import BadInput, TooLarge, WrongVersion
 from shuffle.ids import Guid, ReducerIndex, ShuffleIndex
 from shuffle.limits import TICKET_BYTES_MAX, WAIT_MS_MAX
 from shuffle.support.fields import (
+    INT64_MAX,
+    INT64_MIN,
     UINT32_MAX,
     UINT64_MAX,
     check_fields,
     check_items,
-    fits,
     flag,
     number,
     parse_json,
@@ -34,10 +38,14 @@ from shuffle.support.fields import (
 )
 from shuffle.support.shared_memory import Note
 
-ROWS_EXCHANGE = b"getrows/1"
-NO_ROWS = b"."
+VERSION = 2
+ROWS_EXCHANGE = b"getrows/%d" % VERSION
+TAIL = b"#"
 STREAM_OVER = b"!"
 SHARED_ROWS = b"@"
+"""The first byte of what a response says about itself tells what it is; a typed error begins with ``{``."""
+
+GENERATION_MAX = 2**31 - 1
 
 METADATA_FIELDS = (
     pa.field("_shuffle_index", pa.int64(), False),
@@ -68,6 +76,10 @@ class GetRows:
     """Where the reducer runs, if it can take rows from shared memory."""
     processor: str = ""
     """Whose reducer asks. A mapper refuses those of another processor; empty: it is not said."""
+    generation: int = 0
+    """Of the processor, as the reducer's row has it. A mapper refuses requests of another one than its own."""
+    version: int = VERSION
+    """Of this protocol."""
 
     def encode(self) -> bytes:
         # ``asdict`` copies deeply, which takes longer than all the rest.
@@ -81,8 +93,11 @@ class GetRows:
             parsed = parse_json(ticket)
         except ValueError as error:
             raise BadInput(f"not a GetRows ticket: {error}") from None
-        if not isinstance(parsed, dict) or not parsed.keys() <= set(GetRows.__slots__):
-            raise BadInput("not a GetRows ticket: reducer and mapper are of different versions")
+        if not isinstance(parsed, dict):
+            raise BadInput("not a GetRows ticket: it is no JSON object")
+        check_version(parsed.get("version"))
+        if not parsed.keys() <= _TICKET_NAMES:
+            raise BadInput(f"not a GetRows ticket of version {VERSION}: it has fields that there are none of")
         check_fields("GetRows", _GET_ROWS, parsed)
         request = GetRows(**{name: value for name, value in parsed.items() if value is not None})
         if request.from_row_index < request.committed_row_index:
@@ -105,53 +120,92 @@ _GET_ROWS = (
     flag("with_metadata"),
     text("machine", optional=True),
     text("processor", low=0, optional=True),
+    number("generation", GENERATION_MAX),
+    number("version", VERSION, low=VERSION),
 )
 """The fields of a ticket."""
 
-_INDEX = number("last row index")
+_TICKET_NAMES = frozenset(GetRows.__slots__)
+
+
+def check_version(version: object) -> None:
+    """Raises ``WrongVersion`` unless a ticket, or the command of an exchange, is of this version."""
+    if version != VERSION:
+        told = "does not say which version" if version is None else f"says version {shown(version)}"
+        raise WrongVersion(
+            f"GetRows has version {VERSION} here, and the request {told}: reducer and mapper are of different versions "
+            "of this project. Install the same one everywhere, and start them again",
+            version=VERSION,
+        )
+
+
+_TAIL = struct.Struct("<cBIqqq")
+_MORE, _HAS_FRONT = 1, 2
+_TAIL_FIELDS = (
+    number("flags", _MORE | _HAS_FRONT),
+    number("generation", GENERATION_MAX),
+    number("last_row_index", low=-1),
+    number("complete_up_to", low=-1),
+    number("front", INT64_MAX, INT64_MIN),
+)
+_PLACE = struct.Struct("<cIIQQ")
 _NOTE = (number("pid", UINT32_MAX), number("fd", UINT32_MAX), number("inode", UINT64_MAX), number("bytes"))
 
 
-@dataclass(frozen=True, slots=True)
-class BatchTail:
-    """Behind each record batch of an answer: where it ends in the shuffle numbering."""
+class Tail(NamedTuple):
+    """Behind each record batch of a response, and behind none: where the reducer stands after it."""
 
     last_row_index: ShuffleIndex
+    """Of the last row of the batch; the cursor of the request if there is none."""
+    complete_up_to: ShuffleIndex
+    """Every row of this reducer after the request's cursor and up to this shuffle index is in the response so far. It
+    is ahead of the last row where the rows that follow went to other reducers."""
+    front: int | None = None
+    """Every row of this reducer that comes after this is at this value of the mapper's clock or above it. None is no
+    promise: the mapper has no clock, or cannot tell here."""
+    generation: int = 0
+    """Of the processor that the rows belong to."""
     more: bool = False
-    """Another batch of the same answer follows (on an exchange)."""
+    """Another batch of the same response follows."""
 
     def encode(self) -> bytes:
-        return b"%d+" % self.last_row_index if self.more else b"%d" % self.last_row_index
+        last, complete, front, generation, more = self
+        flags = (_MORE if more else 0) | (_HAS_FRONT if front is not None else 0)
+        return _TAIL.pack(TAIL, flags, generation, last, complete, front or 0)
 
     @staticmethod
-    def decode(metadata: bytes) -> BatchTail:
-        more = metadata.endswith(b"+")
-        digits = metadata[:-1] if more else metadata
-        # A number of 64 bits has at most 19 digits.
-        if not digits.isdigit() or len(digits) > 19 or not fits(_INDEX, int(digits)):
-            raise BadInput(f"not the shuffle index of a batch's last row: {shown(metadata)}")
-        return BatchTail(ShuffleIndex(int(digits)), more)
+    def decode(metadata: bytes) -> Tail:
+        if len(metadata) != _TAIL.size or not metadata.startswith(TAIL):
+            raise BadInput(f"not the tail of a response of GetRows: {shown(metadata)}")
+        return _tail(_TAIL.unpack(metadata))
+
+
+def _tail(unpacked: tuple[bytes, int, int, int, int, int]) -> Tail:
+    tag, flags, generation, last, complete, front = unpacked
+    check_items("a tail", _TAIL_FIELDS, (flags, generation, last, complete, front))
+    if tag != TAIL or complete < last or (front and not flags & _HAS_FRONT):
+        raise BadInput(f"not the tail of a response of GetRows: rows up to {last}, complete up to {complete}")
+    told_front = front if flags & _HAS_FRONT else None
+    return Tail(ShuffleIndex(last), ShuffleIndex(complete), told_front, generation, bool(flags & _MORE))
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """An answer whose batches are in shared memory: where, and the shuffle index of the last row of each."""
+    """A response whose batches are in shared memory: where, and the tail of each."""
 
     note: Note
-    last_row_indexes: tuple[ShuffleIndex, ...]
+    tails: tuple[Tail, ...]
 
     def encode(self) -> bytes:
-        return SHARED_ROWS + json.dumps([*astuple(self.note), *self.last_row_indexes]).encode()
+        note = self.note
+        place = _PLACE.pack(SHARED_ROWS, note.pid, note.fd, note.inode, note.size_bytes)
+        return place + b"".join(tail.encode() for tail in self.tails)
 
     @staticmethod
     def decode(metadata: bytes) -> SharedRows:
-        try:
-            told = parse_json(metadata[len(SHARED_ROWS) :])
-        except ValueError as error:
-            raise BadInput(f"not a note about shared rows: {error}") from None
-        if not isinstance(told, list):
-            raise BadInput("not a note about shared rows")
-        place, last = told[: len(_NOTE)], told[len(_NOTE) :]
+        tails_bytes = len(metadata) - _PLACE.size
+        if tails_bytes < 0 or tails_bytes % _TAIL.size or not metadata.startswith(SHARED_ROWS):
+            raise BadInput(f"not a note about shared rows: {shown(metadata)}")
+        place = _PLACE.unpack_from(metadata)[1:]
         check_items("a note about shared rows", _NOTE, place)
-        check_items("a note about shared rows", [_INDEX] * len(last), last)
-        return SharedRows(Note(*place), tuple(last))
+        return SharedRows(Note(*place), tuple(map(_tail, _TAIL.iter_unpack(metadata[_PLACE.size :]))))

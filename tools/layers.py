@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("jobs", ("shuffle.jobs",)),
     ("user_code", ("shuffle.user_code",)),
     ("spec", ("shuffle.spec",)),
-    ("mapper.window", tuple(f"shuffle.mapper.{name}" for name in ("window", "bucket", "rows", "reader"))),
+    ("mapper.window", tuple(f"shuffle.mapper.{name}" for name in ("window", "entry_life", "bucket", "rows", "reader"))),
     ("mapper.readers", ("shuffle.mapper.readers",)),
     ("mapper.spill", ("shuffle.mapper.spill",)),
     ("mapper", ("shuffle.mapper",)),

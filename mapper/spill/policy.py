@@ -23,7 +23,7 @@ from shuffle.mapper.bucket import Bucket
 from shuffle.mapper.spill.format import SpillEnd, SpillPart
 from shuffle.mapper.spill.index import Spill
 from shuffle.mapper.spill.stragglers import Seen, Stragglers
-from shuffle.mapper.window import Part, Window, WindowEntry
+from shuffle.mapper.window import EntryPart, Window, WindowEntry
 from shuffle.spec.config import SpillSpec
 
 SPILL_BYTES_MAX = 8 * MIB
@@ -145,13 +145,13 @@ class Spilling:
         self.is_known = True
         for bucket in buckets:
             spill = self.spills.get(bucket.reducer_index)
-            if spill is None or spill.is_empty or bucket.given_up > spill.end.last_row_index:
-                # This instance gave rows up to the spill that are not there: another one, which came to the very same
-                # state, had them committed.
-                bucket.dropped = max(bucket.dropped, bucket.given_up)
+            if spill is None or spill.is_empty or bucket.spilled > spill.end.last_row_index:
+                # This instance has spilled rows that are not there: another one, which came to the very same state, had
+                # them committed.
+                bucket.freed = max(bucket.freed, bucket.spilled)
             if spill is not None:
-                # What was dropped was committed, too: after a restart it is all that is known of a reducer.
-                spill.commit(max(bucket.committed, bucket.dropped))
+                # What was freed was committed, too: after a restart it is all that is known of a reducer.
+                spill.commit(max(bucket.committed, bucket.freed))
 
     def record(self, ends: Mapping[ReducerIndex, SpillEnd]) -> None:
         """The store has taken more rows, which end there."""
@@ -172,7 +172,7 @@ class Spilling:
                 self.spills[reducer].trimmed = max(self.spills[reducer].trimmed, position)
 
 
-def spill_part(part: Part) -> SpillPart:
+def spill_part(part: EntryPart) -> SpillPart:
     """The uncommitted rows of ``part``. They are held by this until they are spilled, whatever becomes of the part."""
     assert part.batch is not None
     assert part.places is not None

@@ -20,6 +20,8 @@ MAPPERS_VALUE = pa.schema(
         ("input_unread_row_index", pa.int64()),
         ("shuffle_unread_row_index", pa.int64()),
         ("continuation_token", pa.binary()),
+        pa.field("generation", pa.int32(), nullable=False),
+        ("front", pa.int64()),
     ]
 )
 MAPPERS_ROW = pa.schema([*MAPPERS_KEY, *MAPPERS_VALUE])
@@ -32,6 +34,11 @@ class MapperState:
     input_unread_row_index: InputIndex = InputIndex(0)
     shuffle_unread_row_index: ShuffleIndex = ShuffleIndex(0)
     continuation_token: Token = Token(b"")
+    generation: int = 0
+    """Of the processor. Another instance's state of another generation is another state, and is noticed as such."""
+    front: int | None = None
+    """The mapper's clock at this position: no row from here on is below it. It is a function of the position, so two
+    instances agree on it. None: the mapper has no clock."""
 
     def is_before(self, other: MapperState) -> bool:
         return self.input_unread_row_index < other.input_unread_row_index
@@ -49,6 +56,8 @@ def state_rows(mapper_index: MapperIndex, state: MapperState) -> pa.Table:
             pa.array([state.input_unread_row_index], pa.int64()),
             pa.array([state.shuffle_unread_row_index], pa.int64()),
             pa.array([state.continuation_token], pa.binary()),
+            pa.array([state.generation], pa.int32()),
+            pa.array([state.front], pa.int64()),
         ],
         schema=MAPPERS_ROW,
     )
@@ -64,6 +73,8 @@ def state_from_rows(rows: pa.Table) -> MapperState | None:
         InputIndex(row["input_unread_row_index"]),
         ShuffleIndex(row["shuffle_unread_row_index"]),
         Token(row["continuation_token"]),
+        row["generation"],
+        row["front"],
     )
 
 

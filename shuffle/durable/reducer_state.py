@@ -1,9 +1,10 @@
-"""What a reducer makes durable: one row with the last committed shuffle index of every mapper."""
+"""What a reducer makes durable: one row with the last committed shuffle index of every mapper, and its front."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,17 +13,30 @@ from shuffle.errors import CorruptData, SpecError
 from shuffle.ids import NOTHING_COMMITTED, MapperIndex, ReducerIndex, ShuffleIndex
 
 REDUCERS_KEY = pa.schema([pa.field("reducer_index", pa.int32(), nullable=False)])
-REDUCERS_VALUE = pa.schema([pa.field("committed_row_indices", pa.binary(), nullable=False)])
-"""Little-endian int64 for each mapper: 8 bytes a mapper is what a commit of the shuffle itself costs."""
+REDUCERS_VALUE = pa.schema(
+    [
+        pa.field("committed_row_indices", pa.binary(), nullable=False),
+        pa.field("generation", pa.int32(), nullable=False),
+        pa.field("fronts", pa.binary()),
+    ]
+)
+"""``committed_row_indices``: little-endian int64 for each mapper; 8 bytes a mapper is what a commit of the shuffle
+itself costs. ``fronts``: the same, with ``NO_FRONT`` for a mapper of which none is known; null if that is so of all."""
+
+NO_FRONT = -(2**63)
 
 _INDEXES = np.dtype("<i8")
 
 
 @dataclass(frozen=True, slots=True)
 class ReducerState:
-    """The row of one reducer. Two states are equal if every index is: a commit compares the whole row."""
+    """The row of one reducer. Two states are equal if every field is: a commit compares the whole row."""
 
     committed_row_indices: tuple[ShuffleIndex, ...]
+    generation: int = 0
+    """Of the processor. A commit that expects another one is refused, as any other that expects another row."""
+    fronts: tuple[int | None, ...] | None = None
+    """For each mapper: no row after the committed ones is below this. None where nothing is known."""
 
     @staticmethod
     def initial(mapper_count: int) -> ReducerState:
@@ -31,17 +45,39 @@ class ReducerState:
     def __getitem__(self, mapper_index: MapperIndex) -> ShuffleIndex:
         return self.committed_row_indices[mapper_index]
 
-    def advanced(self, last_row_indices: Mapping[MapperIndex, ShuffleIndex]) -> ReducerState:
-        """This state with some mappers further on; it never goes back."""
+    def front(self, mapper_index: MapperIndex) -> int | None:
+        return None if self.fronts is None else self.fronts[mapper_index]
+
+    def advanced(
+        self, last_row_indices: Mapping[MapperIndex, ShuffleIndex], fronts: Mapping[MapperIndex, int] | None = None
+    ) -> ReducerState:
+        """This state with some mappers further on; neither an index nor a front ever goes back."""
         indices = list(self.committed_row_indices)
         for mapper_index, last in last_row_indices.items():
             if last < indices[mapper_index]:
                 raise ValueError(f"mapper {mapper_index}: committed would fall from {indices[mapper_index]} to {last}")
             indices[mapper_index] = last
-        return ReducerState(tuple(indices))
+        return ReducerState(tuple(indices), self.generation, self._advanced_fronts(fronts))
+
+    def _advanced_fronts(self, fronts: Mapping[MapperIndex, int] | None) -> tuple[int | None, ...] | None:
+        if not fronts:
+            return self.fronts
+        found = list(self.fronts or (None,) * len(self.committed_row_indices))
+        for mapper_index, front in fronts.items():
+            before = found[mapper_index]
+            # Both are true: another instance of the mapper may cut its batches differently, and promise a little less.
+            found[mapper_index] = front if before is None else max(before, front)
+        return tuple(found)
 
     def encode(self) -> bytes:
+        """The indexes, as the column ``committed_row_indices`` has them."""
         return np.array(self.committed_row_indices, dtype=_INDEXES).tobytes()
+
+    def encode_fronts(self) -> bytes | None:
+        """The fronts, as their column has them."""
+        if self.fronts is None:
+            return None
+        return np.array([NO_FRONT if front is None else front for front in self.fronts], dtype=_INDEXES).tobytes()
 
     @staticmethod
     def decode_any(encoded: bytes) -> ReducerState:
@@ -49,7 +85,9 @@ class ReducerState:
         return ReducerState.decode(encoded, len(encoded) // _INDEXES.itemsize)
 
     @staticmethod
-    def decode(encoded: bytes, mapper_count: int) -> ReducerState:
+    def decode(
+        encoded: bytes, mapper_count: int, generation: int = 0, encoded_fronts: bytes | None = None
+    ) -> ReducerState:
         if len(encoded) % _INDEXES.itemsize:
             raise CorruptData(f"committed_row_indices has {len(encoded)} bytes, which are no whole number of indexes")
         indices = np.frombuffer(encoded, dtype=_INDEXES).tolist()
@@ -62,7 +100,8 @@ class ReducerState:
             )
         if indices and min(indices) < NOTHING_COMMITTED:
             raise CorruptData(f"committed_row_indices has an index of {min(indices)}")
-        return ReducerState(tuple(ShuffleIndex(index) for index in indices))
+        fronts = None if encoded_fronts is None else _decode_fronts(encoded_fronts, mapper_count)
+        return ReducerState(tuple(ShuffleIndex(index) for index in indices), generation, fronts)
 
     def to_row(self, reducer_index: ReducerIndex) -> pa.Table:
         """The row as it is written to the table of reducers."""
@@ -70,6 +109,8 @@ class ReducerState:
             {
                 "reducer_index": pa.array([reducer_index], pa.int32()),
                 "committed_row_indices": pa.array([self.encode()], pa.binary()),
+                "generation": pa.array([self.generation], pa.int32()),
+                "fronts": pa.array([self.encode_fronts()], pa.binary()),
             }
         )
 
@@ -82,4 +123,17 @@ class ReducerState:
         """What a lookup of ``key`` found. No row yet is the same as nothing committed of any mapper."""
         if rows.num_rows == 0:
             return ReducerState.initial(mapper_count)
-        return ReducerState.decode(rows["committed_row_indices"][0].as_py(), mapper_count)
+        row = rows.to_pylist()[0]
+        return ReducerState.from_row(row, mapper_count)
+
+    @staticmethod
+    def from_row(row: Mapping[str, Any], mapper_count: int) -> ReducerState:
+        """The state in one row of the table."""
+        return ReducerState.decode(row["committed_row_indices"], mapper_count, row["generation"], row["fronts"])
+
+
+def _decode_fronts(encoded: bytes, mapper_count: int) -> tuple[int | None, ...]:
+    if len(encoded) != mapper_count * _INDEXES.itemsize:
+        raise CorruptData(f"fronts has {len(encoded)} bytes, and there are {mapper_count} mappers")
+    found = np.frombuffer(encoded, dtype=_INDEXES).tolist()
+    return tuple(None if front == NO_FRONT else front for front in found)

@@ -32,6 +32,7 @@ import xxhash
 from shuffle.durable.mapper_state import MAPPERS_KEY, MAPPERS_VALUE
 from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE
 from shuffle.durable.tables import mappers_group, reducers_group
+from shuffle.durable.upgrade import refuse_old_tables
 from shuffle.errors import CommitConflict, SpecError
 from shuffle.mapper.readers.folder import partition_folders
 from shuffle.mapper.spill.store import SPILLS_KEY, SPILLS_VALUE
@@ -241,6 +242,7 @@ def input_folders(spec: ProcessorSpec) -> list[Path]:
 
 
 def create_tables(spec: ProcessorSpec, client: StateClient) -> None:
+    refuse_old_tables(client, spec.processor)
     client.create_table(spec.meta_table, key=META_KEY, value=META_VALUE, if_not_exists=True)
     client.create_table(spec.mappers_table, key=MAPPERS_KEY, value=MAPPERS_VALUE, if_not_exists=True)
     client.create_table(spec.spills_table, key=SPILLS_KEY, value=SPILLS_VALUE, if_not_exists=True)

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 
 from shuffle.durable.mapper_state import lookup_state
-from shuffle.durable.reducer_state import ReducerState
 from shuffle.durable.tables import meta_table, reducers_group, reducers_table
 from shuffle.errors import BadInput, RowsGone
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
@@ -175,9 +174,10 @@ class Positions:
         return Baseline(**json.loads(found["value"][0].as_py())) if found.num_rows else None
 
     def _write(self, tx: Transaction, committed: Sequence[Indexes]) -> None:
-        for reducer, indexes in enumerate(committed):
-            state = ReducerState(tuple(ShuffleIndex(index) for index in indexes))
-            tx.write(self._table, state.to_row(ReducerIndex(reducer)))
+        states = self._processor.states(tx, self._shape)
+        for reducer, (state, indexes) in enumerate(zip(states, committed, strict=True)):
+            moved = replace(state, committed_row_indices=tuple(ShuffleIndex(index) for index in indexes))
+            tx.write(self._table, moved.to_row(ReducerIndex(reducer)))
 
     def _too_old(self, mapper: int, asked: int, found: int) -> RowsGone:
         return RowsGone(

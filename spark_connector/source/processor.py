@@ -15,10 +15,21 @@ import pyarrow as pa
 from shuffle.discovery import MapperAddress, arrange_mappers
 from shuffle.durable.reducer_state import ReducerState
 from shuffle.durable.tables import mappers_group, meta_table, processor_of_meta_table, reducers_table
-from shuffle.errors import BadInput, NotServed, RowsGone, ShuffleError, StaleMapper, StoreUnavailable, UnknownTable
+from shuffle.durable.upgrade import refuse_old_tables
+from shuffle.errors import (
+    BadInput,
+    NotServed,
+    RowsGone,
+    ShuffleError,
+    StaleGeneration,
+    StaleMapper,
+    StoreUnavailable,
+    UnknownTable,
+)
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
 from shuffle.messages import GetRows
+from shuffle.reducer.exchange import Answer
 from shuffle.reducer.fetch import get_rows
 from shuffle.spark_connector.store_handle import RETRY_MS, StoreHandle, retry_backoff
 from shuffle.spark_connector.waiting import Waiting
@@ -28,6 +39,8 @@ from shuffle.support import flight
 ASK_TIMEOUT_S = 5.0
 FETCH_ROWS = 262_144
 FETCH_BYTES = 16 * MIB
+GENERATION = 0
+"""Of the processor, as far as Spark's offsets can say it."""
 FETCH_WAIT_MS = 500
 """How long a mapper holds a request for rows that it has yet to map again."""
 
@@ -73,6 +86,7 @@ class Processor:
             try:
                 rows = client.scan(meta_table(self.name)).read_all().to_pylist()
                 found = {row["name"]: row["value"] for row in rows}
+                refuse_old_tables(client, self.name)
                 return Shape(int(found["mapper_count"]), int(found["reducer_count"]), found["input"])
             except (UnknownTable, KeyError) as error:
                 known = sorted(filter(None, (processor_of_meta_table(table.name) for table in client.tables())))
@@ -87,15 +101,22 @@ class Processor:
     def committed(self, source: Any, shape: Shape) -> list[list[int]]:
         """For each reducer and mapper the last committed shuffle index, as ``source`` (a client, a transaction)
         sees it."""
+        return [list(map(int, state.committed_row_indices)) for state in self.states(source, shape)]
+
+    def states(self, source: Any, shape: Shape) -> list[ReducerState]:
+        """The rows of all reducers."""
         keys = pa.table({"reducer_index": pa.array(range(shape.reducer_count), pa.int32())})
         rows = source.lookup(reducers_table(self.name), keys)
-        found = {row["reducer_index"]: row["committed_row_indices"] for row in rows.to_pylist()}
+        found = {row["reducer_index"]: ReducerState.from_row(row, shape.mapper_count) for row in rows.to_pylist()}
+        others = {state.generation for state in found.values()} - {GENERATION}
+        if others:
+            raise StaleGeneration(
+                f"processor {self.name} is of generation {max(others)}, and Spark reads generation {GENERATION} only: "
+                "reduce it with its own reducers, or give the query a processor of its own",
+                processor=self.name,
+            )
         nothing = ReducerState.initial(shape.mapper_count)
-        states = [
-            ReducerState.decode(found[index], shape.mapper_count) if index in found else nothing
-            for index in range(shape.reducer_count)
-        ]
-        return [list(map(int, state.committed_row_indices)) for state in states]
+        return [found.get(index, nothing) for index in range(shape.reducer_count)]
 
     def mappers(self) -> dict[MapperIndex, list[MapperAddress]]:
         return self.store.patiently(lambda client: arrange_mappers(client.leases.members(mappers_group(self.name))))
@@ -171,8 +192,8 @@ class Processor:
                     raise self._gone(mapper_index, error) from error
                 time.sleep(backoff.next_s())
                 continue
-            if answer:
-                for batch, last in answer:
+            if answer.batches:
+                for batch, last in answer.batches:
                     yield batch, int(last)
                     cursor = int(last)
                 waiting.restart()
@@ -208,6 +229,7 @@ class Processor:
             wait_ms=wait_ms,
             with_metadata=with_metadata,
             processor=self.name,
+            generation=GENERATION,
         )
 
     def _instance(self, mapper_index: int) -> Produced:
@@ -273,7 +295,7 @@ def _status(mapper: MapperAddress) -> Produced | None:
         return None
 
 
-def _get_rows(mapper: MapperAddress, index: int, request: GetRows) -> list[tuple[pa.RecordBatch, ShuffleIndex]]:
+def _get_rows(mapper: MapperAddress, index: int, request: GetRows) -> Answer:
     who = f"mapper {index} at {mapper.address}"
     return get_rows(_flight(mapper.address), request, who=who, timeout_s=request.wait_ms / 1000 + 2 * ASK_TIMEOUT_S)
 

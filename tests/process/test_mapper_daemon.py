@@ -17,7 +17,7 @@ from shuffle.durable.mapper_state import MapperState, lookup_state
 from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import BadInput, NotServed, RowsGone, ShuffleError, StaleMapper, StoreUnavailable
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
-from shuffle.messages import BatchTail, GetRows
+from shuffle.messages import GetRows, Tail
 from shuffle.statestore import StateClient
 from shuffle.support import flight
 from shuffle.user_code.poison import decode_row
@@ -187,8 +187,9 @@ class World:
         )
         with flight.typed_errors(of.address):
             for chunk in connection.do_get(flight.Ticket(ticket.encode()), flight.call_options(10)):  # type: ignore[attr-defined]
-                last = BatchTail.decode(chunk.app_metadata.to_pybytes()).last_row_index
-                yield last, chunk.data.column("n").to_pylist()
+                last = Tail.decode(chunk.app_metadata.to_pybytes()).last_row_index
+                if chunk.data.num_rows:
+                    yield last, chunk.data.column("n").to_pylist()
 
     def note(self, reducer: int, n: int) -> None:
         """Rows come in order and none is left out: the next one after the cursor is always the same."""

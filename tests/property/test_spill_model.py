@@ -103,6 +103,7 @@ class SpillModel(WindowModel):
         assert found_rows == expected[: len(found_rows)], "in order, without holes, and never another reducer's"
         assert len(found_rows) <= rows_max
         assert found_rows or not expected, "if there is a row after the cursor, it is served"
+        self.check_tail(request, served, expected[len(found_rows) :])
         for one in served:
             assert one.rows.column(0)[-1].as_py().startswith(f"{one.last_row_index}:")
         if found_rows:
@@ -126,7 +127,7 @@ class SpillModel(WindowModel):
         before = self.core.spilling.ends(list(plan.spill))
         for reducer, parts in plan.spill.items():
             assert before[reducer] == self.ends[reducer]
-            dropped = plan.dropped[reducer]
+            dropped = plan.freed[reducer]
             self.tables[reducer], self.ends_after[reducer] = encode(parts, before[reducer], dropped, "lz4", 1)
 
     @precondition(lambda self: self.plan is not None)
@@ -164,7 +165,7 @@ class SpillModel(WindowModel):
         """Of a reducer whose committed rows were trimmed from the spill: an error, never rows with a hole."""
         if not self.begins[reducer] or not self.core.spilling.is_known:
             return
-        if self.core.spilling.spills[ReducerIndex(reducer)].is_empty and self.core.buckets[reducer].dropped < 0:
+        if self.core.spilling.spills[ReducerIndex(reducer)].is_empty and self.core.buckets[reducer].freed < 0:
             return  # The instance was restarted since, and all of the spill was committed before: it cannot know.
         with pytest.raises(RowsGone):
             self.ask(reducer, -1, -1, 10, 1 << 20)

@@ -41,6 +41,11 @@ def letters_of(positions: list[int]) -> pa.Table | None:
     )
 
 
+def front_at(shuffle_index: int) -> int:
+    """The clock of this mapper at a row: it stands still for some rows, and never falls."""
+    return shuffle_index // 3 * 10
+
+
 class WindowModel(RuleBasedStateMachine):
     """The input is endless and drawn as it is read; once drawn a row never changes, as the contract demands."""
 
@@ -76,7 +81,7 @@ class WindowModel(RuleBasedStateMachine):
         table = pa.table([pa.array(values, pa.string())], schema=SCHEMA)
         poison = [begin + i for i, row in enumerate(rows) if row is None]
         parts = cut(table, np.array(targets, np.int64), REDUCERS)
-        mapped = MappedBatch(SCHEMA, len(targets), parts, letters_of(poison))
+        mapped = MappedBatch(SCHEMA, len(targets), parts, letters_of(poison), front=front_at(first + len(targets)))
         before = self.core.nbytes
         self.core.ingest(self.persisted, len(rows), Token(b"%d" % (begin + len(rows))), mapped)
         self.largest_batch_bytes = max(self.largest_batch_bytes, self.core.nbytes - before)
@@ -116,10 +121,28 @@ class WindowModel(RuleBasedStateMachine):
         assert found or not expected, "if there is a row after the cursor, it is served"
         for one in served:
             assert one.rows.column(0)[-1].as_py().startswith(f"{one.last_row_index}:")
+        self.check_tail(request, served, expected[len(found) :])
         if sum(one.rows.nbytes for one in served) > bytes_max:
             assert len(found) == 1, "only a single row may exceed the bound"
         if found:
             self.cursor[reducer] = found[-1]
+
+    def check_tail(self, request: GetRows, served: list[ServedBatch], following: list[int]) -> None:
+        """What is promised behind an answer: all of it is true, and in the window it is all that can be promised."""
+        core = self.core
+        tail = core.tail(request, served)
+        assert tail.last_row_index == (served[-1].last_row_index if served else request.from_row_index)
+        assert tail.generation == request.generation
+        assert all(index > tail.complete_up_to for index in following)
+        assert tail.complete_up_to < max(core.next_shuffle_index, request.from_row_index + 1)
+        if tail.front is not None:
+            assert tail.front <= front_at(following[0] if following else core.next_shuffle_index)
+        spill = core.spilling.spills.get(request.reducer_index)
+        if spill is None or spill.is_empty:
+            end = following[0] if following else core.next_shuffle_index
+            assert tail.complete_up_to == max(tail.last_row_index, end - 1)
+            if not following:
+                assert tail.front == core.front
 
     def get_rows(self, request: GetRows) -> list[ServedBatch]:
         """What an instance has not served itself, the store confirms."""
@@ -165,7 +188,7 @@ class WindowModel(RuleBasedStateMachine):
             self.core.get_rows(self.lie(reducer, told))
         except RowsGone:
             return  # Lower than what was told before: nothing was changed.
-        if self.core.buckets[reducer].dropped > self.committed[reducer]:
+        if self.core.buckets[reducer].freed > self.committed[reducer]:
             with pytest.raises(FalseClaim) as found:
                 self.core.check_claims(self.core.claims(), self.committed_in_the_store())
             assert found.value.committed_row_index == self.committed[reducer] < found.value.claimed_row_index
@@ -183,7 +206,7 @@ class WindowModel(RuleBasedStateMachine):
     @rule(reducer=st.integers(0, REDUCERS - 1))
     def stale_reducer_asks(self, reducer: int) -> None:
         """An instance with an old committed index gets an error, never rows with a hole before them."""
-        dropped = self.core.buckets[reducer].dropped
+        dropped = self.core.buckets[reducer].freed
         if dropped < 0 or not self.spill_is_known_after(-1):
             return
         with pytest.raises(RowsGone) as error:
@@ -224,11 +247,18 @@ class WindowModel(RuleBasedStateMachine):
             self.core.next_input_index + 1,  # type: ignore[arg-type]
             self.core.next_shuffle_index,
             Token(b"other"),
+            front=self.core.front,
         )
         before = self.core.next_input_index
         with pytest.raises(SplitBrain):
             self.core.ingest(ahead, 1, Token(b""), MappedBatch(SCHEMA, 0, []))
         assert self.core.next_input_index == before
+
+    @invariant()
+    def fronts_belong_to_their_positions(self) -> None:
+        for state in (self.core.persisted, self.core.local):
+            right = front_at(state.shuffle_unread_row_index) if state.input_unread_row_index else None
+            assert (state.front, state.generation) == (right, 0)
 
     @invariant()
     def nothing_uncommitted_is_passed(self) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from tests.sim.spill_checker import SpillChecker
+from tests.sim.tail_checker import Tail, TailChecker, produced_rows
 from tests.sim.transaction_checker import TransactionChecker
 from tests.sim.workload import Oracle
 
@@ -67,6 +68,7 @@ class Checkers:
         }
         self._spills = SpillChecker(oracle, disk, names.queues)
         self._transactions = TransactionChecker()
+        self.tails = TailChecker(oracle, self.violated)
         self._input_keys = [names.queues["input"] + struct.pack(">I", m) + b"p" for m in mappers]
         self._queues = names.queues
         self.committed = [[-1] * len(mappers) for _ in reducers]
@@ -110,7 +112,8 @@ class Checkers:
                 if max(self.committed[reducer]) >= 0:
                     self.violated(3, f"the row of reducer {reducer} is gone")
                 continue
-            committed = decode_committed(value)
+            committed, generation, fronts = decode_reducer_row(value)
+            self.tails.on_reducer_row(reducer, committed, generation, fronts)
             for mapper, index in enumerate(committed):
                 before = self.committed[reducer][mapper]
                 if index < before:
@@ -136,8 +139,9 @@ class Checkers:
     def _check_mapper(self, mapper: int) -> None:
         value = self.disk.keys.get(self._mapper_keys[mapper])
         if value is not None:
-            rows_in, rows_out, length = struct.unpack_from("<qqI", value, 1)
-            token = value[21 : 21 + length]
+            rows_in, rows_out, generation, front, length = struct.unpack_from("<qqiqI", value, 1)
+            token = value[33 : 33 + length]
+            self.tails.on_mapper_row(mapper, rows_in, rows_out, generation, None if value[0] & 16 else front)
             self._check_mapper_state(mapper, rows_in, rows_out, struct.unpack(">q", token)[0] if token else 0)
         position = self._mapper_states[mapper][2]
         row = self.disk.keys.get(self._input_keys[mapper])
@@ -179,15 +183,24 @@ class Checkers:
             self.violated(8, f"version {version} is acknowledged and {self.durable_version()} is durable")
 
     def on_get_rows(
-        self, mapper: int, ticket: dict[str, Any], batches: Sequence[tuple[Any, int]], is_lie: bool = False
+        self,
+        mapper: int,
+        ticket: dict[str, Any],
+        found: Sequence[Any],
+        tails: Sequence[Tail],
+        input_end: int,
+        is_lie: bool = False,
     ) -> None:
-        """An answer to GetRows, as the mapper sends it."""
+        """An answer to GetRows, as the mapper sends it, when its input has come to ``input_end``."""
         reducer, cursor, committed = ticket["reducer_index"], ticket["from_row_index"], ticket["committed_row_index"]
         durable = self.committed[reducer][mapper]
         if committed > durable and not is_lie:
             self.violated(7, f"reducer {reducer} tells mapper {mapper} it committed {committed}: durable is {durable}")
         if ticket["processor"] != "job":
             self.violated(7, f"mapper {mapper} answers a request of processor {ticket['processor']}")
+        batches = [(rows, tail.last) for rows, tail in zip(found, tails, strict=False)]
+        produced = produced_rows(self.oracle, mapper, input_end)
+        self.tails.on_answer(mapper, ticket, [rows.num_rows for rows in found], tails, produced)
         at, served = (ticket["mapper_id"], reducer), [last for _, last in batches]
         if committed > max(durable, self._served.get(at, -1)):
             self.violated(7, f"mapper {mapper} believes that reducer {reducer} committed {committed}, never served")
@@ -248,7 +261,7 @@ class Checkers:
                 return False
             if total and self._input_begins[mapper] <= oracle.positions[mapper][-1]:
                 return False
-        return not self._spills.left()
+        return not self._spills.left() and self.tails.is_told()
 
     def behind(self) -> str:
         """For a run that does not come to its end: who is missing what."""
@@ -256,7 +269,7 @@ class Checkers:
         return (
             f"committed {self.committed}, of {wanted}; mapper states {self._mapper_states}, of "
             f"{[len(positions) for positions in self.oracle.positions]} input rows; "
-            f"input trimmed to {self._input_begins}; spilled {self._spills.left()}"
+            f"input trimmed to {self._input_begins}; spilled {self._spills.left()}; {self.tails.behind()}"
         )
 
     def at_end(self) -> None:
@@ -317,9 +330,11 @@ class Checkers:
         return rows
 
 
-def decode_committed(value: bytes) -> list[int]:
-    length = struct.unpack_from("<I", value, 1)[0]
-    return list(struct.unpack(f"<{length // 8}q", value[5 : 5 + length]))
+def decode_reducer_row(value: bytes) -> tuple[list[int], int, bytes | None]:
+    """The committed indexes, the generation and, unless they are null, the fronts."""
+    generation, length, fronts_length = struct.unpack_from("<iII", value, 1)
+    committed = list(struct.unpack(f"<{length // 8}q", value[13 : 13 + length]))
+    return committed, generation, None if value[0] & 4 else value[13 + length : 13 + length + fronts_length]
 
 
 def decode_segment(data: bytes) -> list[dict[str, Any]]:

@@ -26,6 +26,8 @@ class Producer:
         self._burst = burst
         self._pause_s = pause_s
         self._producing = 0
+        self.sent = [0] * workload.mapper_count
+        """Of each partition: rows that have been sent to the store, whether they were acknowledged yet or not."""
         self.process: Process | None = None
 
     @property
@@ -49,6 +51,7 @@ class Producer:
                 [pa.array([row[0] for row in chunk], pa.int64()), pa.array([row[1] for row in chunk], pa.int8())],
                 schema=INPUT,
             )
+            self.sent[partition] = at + len(chunk)
             while True:
                 try:
                     client.queue("input").append(partition, table, producer=f"p{partition}", sequence=sequence)

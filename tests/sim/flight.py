@@ -155,13 +155,8 @@ class _Exchange:
         def serve(server: Any, call: Call) -> tuple[list[Chunk], bool]:
             served = _Served(question)
             server.do_exchange(_Context(call), self._descriptor, served, served)
-            if not served.refused:
-                rows = [
-                    Chunk(chunk.data, chunk.app_metadata.rstrip(b"+"))
-                    for chunk in served.chunks
-                    if chunk.app_metadata and chunk.data is not None
-                ]
-                observe_answer(server, Ticket(question), rows)
+            if not served.is_no_answer:
+                observe_answer(server, Ticket(question), served.chunks)
             return served.chunks, not served.asked_again
 
         left_s = (self._deadline_us - kernel.current().process.world.now_us) / kernel.US_PER_S
@@ -188,8 +183,9 @@ class _Served:
         self.chunks: list[Chunk] = []
 
     @property
-    def refused(self) -> bool:
-        return any((chunk.app_metadata or b"").startswith(b"{") for chunk in self.chunks)
+    def is_no_answer(self) -> bool:
+        """Whether this is an error, or the end of the stream."""
+        return not self.chunks or (self.chunks[0].app_metadata or b"").startswith((b"{", b"!"))
 
     def read_chunk(self) -> Chunk:
         question, self._question = self._question, None

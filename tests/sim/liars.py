@@ -2,7 +2,8 @@
 
 A share of all seeds has them. A liar knows more than anybody could: it looks up in a mapper's memory what to say. It
 calls rows committed that were served and are not committed, rows that were never served, and rows that do not exist; it
-has rows served to itself, the next ones or those far ahead; and it asks in the name of another processor.
+has rows served to itself, the next ones or those far ahead; and it asks in the name of another processor,
+or of another generation.
 
 Chance is of its own here, so that the other parts of a seed stay what they are.
 """
@@ -33,7 +34,7 @@ COUNTS, COUNTS_WITH_STRAGGLERS = (1, 3, 6), (6, 10, 14)
 SPILLED_SHARE = 0.7
 """Of the lies to a mapper that has spilled rows: those in the name of a reducer that they are for."""
 
-KINDS_OF_LIES = ("served", "served", "beyond", "mapped", "huge", "on", "ahead", "other processor")
+KINDS_OF_LIES = ("served", "served", "beyond", "mapped", "huge", "on", "ahead", "other processor", "other generation")
 KINDS_OF_LIES_ABOUT_SPILLS = ("served", "on", "on", "on", "beyond", "mapped")
 """Spilled rows wait for a reducer that is away, so that nobody but a liar has them served."""
 
@@ -115,7 +116,7 @@ def _lie(simulation: Simulation, core: Any, rng: Random) -> bytes:
         reducer = rng.choice(spilled)
         kinds = KINDS_OF_LIES_ABOUT_SPILLS
     bucket = core.buckets[reducer]
-    believed = int(max(bucket.committed, bucket.dropped))
+    believed = int(max(bucket.committed, bucket.freed))
     last = int(core.next_shuffle_index) - 1
     kind = rng.choice(kinds)
     committed = {
@@ -126,12 +127,15 @@ def _lie(simulation: Simulation, core: Any, rng: Random) -> bytes:
         "on": believed,
         "ahead": believed,
         "other processor": last,
+        "other generation": believed,
     }[kind]
     simulation.world.fault("lie", kind, core.mapper_index, reducer, committed)
-    if kind != "other processor":
+    if kind not in ("other processor", "other generation"):
         simulation.liars.tell(core.mapper_index, reducer, committed)
     cursor = {"on": int(bucket.served), "ahead": last - rng.randint(0, 3)}.get(kind, committed)
     ticket = {
+        "version": 2,
+        "generation": 1 if kind == "other generation" else 0,
         "mapper_id": core.guid,
         "processor": "other" if kind == "other processor" else "job",
         "reducer_index": reducer,

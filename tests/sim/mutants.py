@@ -17,6 +17,7 @@ from tests.sim import (
     mutants_reducer,
     mutants_spill,
     mutants_store,
+    mutants_tail,
     mutants_twins,
     profiles,
 )
@@ -27,10 +28,14 @@ Patch = Callable[[Any, str, Any], None]
 Mutant = Callable[[Patch], None]
 
 
+class NoTarget(Exception):
+    """A planted bug that is not in the product: what it replaces was moved or renamed. The run fails."""
+
+
 def _collect() -> dict[str, Mutant]:
     made: dict[str, Mutant] = {}
-    modules = (mutants_reducer, mutants_mapper, mutants_claims, mutants_store, mutants_spill, mutants_twins)
-    for module in modules:
+    modules = (mutants_reducer, mutants_mapper, mutants_claims, mutants_store, mutants_spill, mutants_tail)
+    for module in (*modules, mutants_twins):
         for name, value in vars(module).items():
             if callable(value) and getattr(value, "__module__", "") == module.__name__ and not name.startswith("_"):
                 made[name] = value
@@ -43,7 +48,7 @@ _PROFILES = {mutants_spill.__name__: profiles.STRAGGLERS, mutants_twins.__name__
 
 
 def _profile(name: str) -> str | None:
-    return _PROFILES.get(getattr(MUTANTS[name], "__module__", ""))
+    return _PROFILES.get(getattr(MUTANTS.get(name), "__module__", ""))
 
 
 @contextmanager
@@ -52,11 +57,17 @@ def planted(name: str) -> Iterator[None]:
     undo: list[tuple[Any, str, Any]] = []
 
     def patch(owner: Any, attribute: str, replacement: Any) -> None:
+        if attribute not in owner.__dict__:
+            raise NoTarget(f"planted bug {name}: {owner.__name__} has no {attribute} of its own to replace")
         undo.append((owner, attribute, owner.__dict__[attribute]))
         setattr(owner, attribute, replacement)
 
-    MUTANTS[name](patch)
     try:
+        if name not in MUTANTS:
+            raise NoTarget(f"there is no planted bug {name}")
+        MUTANTS[name](patch)
+        if not undo:
+            raise NoTarget(f"planted bug {name}: it replaces nothing")
         yield
     finally:
         for owner, attribute, original in reversed(undo):
@@ -70,7 +81,10 @@ def hunt(name: str) -> tuple[str, int | None, str, float]:
     begin_s = time.monotonic()
     profiles.use(_profile(name))
     for seed in range(SEEDS_MAX):
-        result = run_seed((seed, name))
+        try:
+            result = run_seed((seed, name))
+        except NoTarget as error:
+            return name, None, str(error), time.monotonic() - begin_s
         if result.violations:
             return name, seed, result.violations[0].splitlines()[0], time.monotonic() - begin_s
     return name, None, "", time.monotonic() - begin_s
@@ -86,7 +100,7 @@ def main(options: argparse.Namespace) -> int:
     width = max(map(len, names))
     for name, seed, what, seconds in spread(options.jobs, hunt, iter(names)):
         found += seed is not None
-        told = f"{seed + 1:4d} seeds  {what[:110]}" if seed is not None else f"not found in {SEEDS_MAX} seeds"
+        told = f"{seed + 1:4d} seeds  {what[:110]}" if seed is not None else what or f"not found in {SEEDS_MAX} seeds"
         print(f"{name:{width}}  {seconds:5.1f} s  {told}", flush=True)
     print(f"{found}/{len(names)} found")
     return 0 if found == len(names) else 1

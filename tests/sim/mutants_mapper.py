@@ -17,7 +17,7 @@ from shuffle.mapper.bucket import ServedBatch as _ServedBatch
 from shuffle.mapper.core import MapperCore as _Core
 from shuffle.mapper.core import TrimPlan as _TrimPlan
 from shuffle.mapper.trim import Trimmer as _Trimmer
-from shuffle.mapper.window import Part as _Part
+from shuffle.mapper.window import EntryPart as _Part
 from shuffle.mapper.window import Window as _Window
 
 
@@ -139,7 +139,7 @@ def pointer_not_moved_on(patch: Any) -> None:
 
 
 def entry_dropped_with_rows_in_it(patch: Any) -> None:
-    def trim_front(self: Any) -> Any:
+    def retire_front(self: Any) -> Any:
         trimmed = []
         while self._entries and (self._entries[0].pointer_count == 0 or len(self._entries[0].parts) < 2):
             entry = self._entries.popleft()
@@ -148,7 +148,7 @@ def entry_dropped_with_rows_in_it(patch: Any) -> None:
             trimmed.append(entry)
         return trimmed
 
-    patch(_Window, "trim_front", trim_front)
+    patch(_Window, "retire_front", retire_front)
 
 
 def served_rows_forgotten(patch: Any) -> None:
@@ -158,7 +158,7 @@ def served_rows_forgotten(patch: Any) -> None:
         rows = original(self, request)
         if rows:
             self._buckets[request.reducer_index].commit(rows[-1].last_row_index, self._window)
-            self._trim_window_entries()
+            self._retire_entries()
         return rows
 
     patch(_Core, "get_rows", get_rows)

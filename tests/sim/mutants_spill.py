@@ -221,3 +221,17 @@ def spill_trimmed_by_claims(patch: Any) -> None:
 
 def spill_never_trimmed(patch: Any) -> None:
     patch(_Spilling, "trims", lambda self: {})
+
+
+def rows_in_the_spill_called_complete(patch: Any) -> None:
+    """What a reducer has in the spill is not looked at when it is told up to where it has seen everything."""
+    original = _Core.tail
+
+    def tail(self: Any, request: Any, served: Any) -> Any:
+        spills, self.spilling.spills = self.spilling.spills, {}
+        try:
+            return original(self, request, served)
+        finally:
+            self.spilling.spills = spills
+
+    patch(_Core, "tail", tail)

@@ -16,6 +16,7 @@ from shuffle.errors import (
     RowsGone,
     ShuffleError,
     SplitBrain,
+    StaleGeneration,
     StaleMapper,
 )
 from shuffle.mapper.core import MapperCore
@@ -54,6 +55,10 @@ def _watch(owner: type, name: str, after: After, before: Callable[..., Any] | No
 
 observe_false_claim: Callable[[int, int, int], None] = lambda mapper, reducer, dropped: None  # noqa: E731
 """The checkers' eye on rows that a mapper has dropped without their being committed."""
+
+
+observe_tail: Callable[[str, Any, Any, Any], None] = lambda guid, window, request, tail: None  # noqa: E731
+"""The checkers' eye on what a mapper promises, at the moment when it does."""
 
 
 def install() -> None:
@@ -99,6 +104,30 @@ def _watch_mapper() -> None:
 
     _watch(MapperCore, "trim_plan", planned)
 
+    def told(mark: Any, core: Any, args: Any, result: Any, error: Any) -> None:
+        if error is None:
+            observe_tail(core.guid, core._window, args[0], result[1])
+            if result[1].complete_up_to > result[1].last_row_index:
+                mark("a reducer was told that what comes next is not for it")
+
+    _watch(MapperCore, "tail", told)
+    _watch_entries()
+
+
+def _watch_entries() -> None:
+    modules: list[Any] = [importlib.import_module(f"shuffle.mapper.{name}") for name in ("window", "core")]
+    original = modules[0].after
+
+    def after(life: Any, event: str) -> Any:
+        following = original(life, event)
+        world = kernel.maybe_world()
+        if world is not None:
+            world.mark(f"a window entry that was {life.value} did {event}")
+        return following
+
+    for module in modules:
+        module.after = after
+
 
 def _watch_claims() -> None:
     def is_beyond(shared: Any, request: Any, *_: Any) -> bool:
@@ -111,6 +140,8 @@ def _watch_claims() -> None:
             mark("a mapper refused a claim")
         elif isinstance(error, BadInput) and args[0].processor != shared.core.processor:
             mark("a mapper refused a request of another processor")
+        elif isinstance(error, StaleGeneration):
+            mark("a mapper refused a request of another generation")
         elif error is None and result[0]:
             mark("the store confirmed a claim")
 

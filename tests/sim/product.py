@@ -94,6 +94,7 @@ def install() -> None:
         sys.modules.update(kept)
     _settle()
     importlib.import_module("tests.sim.memoise").install()
+    importlib.import_module("tests.sim.clock").install()
     importlib.import_module("tests.sim.probes").install()
     gc.collect()
     gc.freeze()  # What is loaded stays; looking through it after every few seeds would take longer than they do.

@@ -24,6 +24,7 @@ from tests.sim.liars import Liars, is_lie
 from tests.sim.network import Network
 from tests.sim.store import SimStore, StoreHost
 from tests.sim.stragglers import Stragglers
+from tests.sim.tail_checker import decode_tail
 from tests.sim.twins import Twins
 from tests.sim.worker_slots import Slot
 from tests.sim.workload import GapReader, Oracle, SimMapper, SimReducer, Workload
@@ -158,6 +159,7 @@ class Simulation:
         flight.network = self.network
         flight.observe_answer = self._observe_answer
         probes.observe_false_claim = self._observe_false_claim
+        probes.observe_tail = self.checkers.tails.on_tail
         daemon: Any = shuffle.mapper.daemon
         daemon.check_against_store = lambda spec, client: self.workload.mapper_count
         daemon.load_class = lambda spec, role: SimMapper
@@ -265,10 +267,12 @@ class Simulation:
             self.checkers.violated(7, f"mapper {mapper} dropped row {dropped} of reducer {reducer}, not committed")
 
     def _observe_answer(self, server: Any, ticket: Any, chunks: list[Any]) -> None:
-        batches = [(chunk.data, int(chunk.app_metadata)) for chunk in chunks]
         asked = json.loads(ticket.ticket)
         core = server.mapper(asked["mapper_id"]).shared.core
-        self.checkers.on_get_rows(core.mapper_index, asked, batches, is_lie(asked))
+        tails = [decode_tail(bytes(chunk.app_metadata)) for chunk in chunks]
+        found = [chunk.data for chunk in chunks if chunk.data is not None and chunk.data.num_rows]
+        input_end = self.producer.sent[core.mapper_index]
+        self.checkers.on_get_rows(core.mapper_index, asked, found, tails, input_end, is_lie(asked))
         self.checkers.on_window(core.mapper_index, core.nbytes, core.memory_bytes_max, self.batch_bytes_max)
         parts = [
             (part.reducer_index, part.last_row_index) for entry in core._window.entries for part in entry.parts.values()

@@ -81,15 +81,15 @@ def test_commit_inside_a_part_serves_the_rest() -> None:
     window, bucket = filled({0: "a", 5: "b"}, {1: "c"})
     bucket.commit(ShuffleIndex(3), window)
     assert served(bucket) == [(["b"], 5), (["c"], 11)]
-    assert (bucket.rows, bucket.dropped, bucket.first_row_index) == (2, 0, 5)
+    assert (bucket.rows, bucket.freed, bucket.first_row_index) == (2, 0, 5)
 
 
 def test_commit_ahead_of_all_rows_empties_the_bucket() -> None:
     window, bucket = filled({0: "a", 5: "b"}, {1: "c"})
     bucket.commit(ShuffleIndex(1000), window)
-    assert (bucket.rows, len(bucket), bucket.dropped, bucket.committed) == (0, 0, 11, 1000)
+    assert (bucket.rows, len(bucket), bucket.freed, bucket.committed) == (0, 0, 11, 1000)
     assert bucket.first_row_index is None
-    assert window.trim_front() != []
+    assert window.retire_front() != []
     assert window.rows == 0
 
 

@@ -232,13 +232,16 @@ def commit_progress(client: StateClient, mapper_unread: int, reducer_committed: 
             "input_unread_row_index": [mapper_unread],
             "shuffle_unread_row_index": [mapper_unread],
             "continuation_token": [b"t"],
+            "generation": [0],
+            "front": [None],
         }
         mappers = client.table("job/mappers")
         tx.write("job/mappers", pa.table(row, schema=pa.schema([*mappers.key, *mappers.value])))
         committed = np.array([reducer_committed, -1, -1], dtype="<i8").tobytes()
         reducers = client.table("job/reducers")
         schema = pa.schema([*reducers.key, *reducers.value])
-        tx.write("job/reducers", pa.table({"reducer_index": [0], "committed_row_indices": [committed]}, schema=schema))
+        reduced = {"reducer_index": [0], "committed_row_indices": [committed], "generation": [0], "fronts": [None]}
+        tx.write("job/reducers", pa.table(reduced, schema=schema))
         tx.commit()
 
 

@@ -144,6 +144,8 @@ def test_drain_looks_at_persisted_tokens(tmp_path: Path, client: StateClient) ->
                 "input_unread_row_index": [position],
                 "shuffle_unread_row_index": [0],
                 "continuation_token": [encode_position(position)],
+                "generation": [0],
+                "front": [None],
             }
             tx.write(spec.mappers_table, pa.table(row, schema=pa.schema([*mappers.key, *mappers.value])))
             tx.commit()

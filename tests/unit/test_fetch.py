@@ -20,7 +20,7 @@ from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
 from shuffle.mapper.serve import HostedMapper, MapperServer
 from shuffle.mapper.shared_core import SharedCore as SharedMapperCore
-from shuffle.messages import GetRows
+from shuffle.messages import GetRows, Tail
 from shuffle.metrics import ReducerMetrics
 from shuffle.reducer.core import FetchedBatch, FetchLimits, ReduceBatch, ReducerCore
 from shuffle.reducer.fetch import Choice, Fetcher, RowLocator, get_rows
@@ -97,14 +97,19 @@ def test_get_rows_returns_batches_with_the_index_of_their_last_row(mapper: Serve
     mapper.produce(5)
     client = flight.connect(mapper.address)
     answer = get_rows(client, mapper.request(), who="mapper 0", timeout_s=5)
-    assert [(batch["v"].to_pylist(), last) for batch, last in answer] == [([0, 2, 4], 4)]
-    assert get_rows(client, mapper.request(cursor=4), who="mapper 0", timeout_s=5) == []
+    assert [(batch["v"].to_pylist(), last) for batch, last in answer.batches] == [([0, 2, 4], 4)]
+    assert [(tail.last_row_index, tail.more) for tail in answer.tails] == [(4, False)]
+    nothing = get_rows(client, mapper.request(cursor=4), who="mapper 0", timeout_s=5)
+    assert nothing.batches == []
+    assert [tail.last_row_index for tail in nothing.tails] == [4], "an answer without rows has a tail, too"
+    assert nothing.tails[0].complete_up_to == mapper.shared.core.next_shuffle_index - 1
     client.close()
 
 
 def test_get_rows_of_a_mapper_that_has_mapped_nothing_yet(mapper: ServedMapper) -> None:
     client = flight.connect(mapper.address)
-    assert get_rows(client, mapper.request(), who="mapper 0", timeout_s=5) == []
+    answer = get_rows(client, mapper.request(), who="mapper 0", timeout_s=5)
+    assert (answer.batches, answer.tails) == ([], [Tail(ShuffleIndex(-1), ShuffleIndex(-1))])
     client.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shuffle.errors import BadInput, OutOfRange, TooLarge
+from shuffle.errors import BadInput, OutOfRange, TooLarge, WrongVersion
 from shuffle.ids import Guid, ReducerIndex, ShuffleIndex
 from shuffle.limits import TICKET_BYTES_MAX
-from shuffle.messages import BatchTail, GetRows, SharedRows
+from shuffle.messages import GENERATION_MAX, GetRows, SharedRows, Tail
 from shuffle.statestore.wire.operations import CONTROL, OPERATIONS, SECTIONS, check_request, check_response
 from shuffle.statestore.wire.proto import control_pb2 as pb
 from shuffle.support.fields import Field, check_fields, check_items, flag, number, parse_json, text
@@ -189,7 +190,17 @@ def test_ticket_comes_through() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["reducer_index", "committed_row_index", "from_row_index", "max_rows", "max_bytes", "wait_ms", "to_row_index"],
+    [
+        "reducer_index",
+        "committed_row_index",
+        "from_row_index",
+        "max_rows",
+        "max_bytes",
+        "wait_ms",
+        "to_row_index",
+        "generation",
+        "version",
+    ],
 )
 @pytest.mark.parametrize("value", [True, 1.5, 2**70, -2, "1", [1]])
 def test_number_of_a_ticket_that_is_none_is_refused(name: str, value: Any) -> None:
@@ -223,17 +234,50 @@ def test_ticket_over_its_limit_is_refused() -> None:
         GetRows.decode(ticket(machine="x" * TICKET_BYTES_MAX))
 
 
-@pytest.mark.parametrize("data", [b"", b"+", b"-1", b"1.5", b"\xb2", b"9" * 19 + b"9", b"9" * 5000, b"1 "])
-def test_tail_that_is_no_index_is_refused(data: bytes) -> None:
-    assert BatchTail.decode(b"%d+" % (2**63 - 1)) == BatchTail(ShuffleIndex(2**63 - 1), True)
+@pytest.mark.parametrize("version", [1, 3, None, "2", 2.5])
+def test_ticket_of_another_version_is_refused_with_what_to_do(version: Any) -> None:
+    with pytest.raises(WrongVersion, match="Install the same one everywhere"):
+        GetRows.decode(ticket(version=version))
+
+
+TAILS = [
+    Tail(ShuffleIndex(-1), ShuffleIndex(-1)),
+    Tail(ShuffleIndex(4), ShuffleIndex(7), 0, 0, True),
+    Tail(ShuffleIndex(2**63 - 1), ShuffleIndex(2**63 - 1), -(2**63), GENERATION_MAX),
+]
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_tail_comes_through(tail: Tail) -> None:
+    assert Tail.decode(tail.encode()) == tail
+
+
+GOOD_TAIL = TAILS[1].encode()
+BAD_TAILS = {
+    "empty": b"",
+    "of version 1": b"17+",
+    "too short": GOOD_TAIL[:-1],
+    "too long": GOOD_TAIL + b"0",
+    "not a tail": b"@" + GOOD_TAIL[1:],
+    "unknown flag": struct.pack("<cBIqqq", b"#", 4, 0, 1, 1, 0),
+    "generation too large": struct.pack("<cBIqqq", b"#", 0, 2**31, 1, 1, 0),
+    "index below none": struct.pack("<cBIqqq", b"#", 0, 0, -2, 1, 0),
+    "complete before its last row": struct.pack("<cBIqqq", b"#", 0, 0, 5, 4, 0),
+    "a front that is not flagged": struct.pack("<cBIqqq", b"#", 0, 0, 5, 5, 9),
+}
+
+
+@pytest.mark.parametrize("data", BAD_TAILS.values(), ids=BAD_TAILS.keys())
+def test_tail_that_is_none_is_refused(data: bytes) -> None:
     with pytest.raises(BadInput):
-        BatchTail.decode(data)
+        Tail.decode(data)
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"{}", b"[1,2,3]", b'["1",2,3,4]', b"[1,2,3,4.0]", b"[1,2,3,4,-1]", b"[1,2,3,4,true]"]
-)
+@pytest.mark.parametrize("data", [b"", *BAD_TAILS.values()], ids=["nothing", *BAD_TAILS.keys()])
 def test_note_that_is_none_is_refused(data: bytes) -> None:
-    assert SharedRows.decode(b"@[1,2,3,4,5]") == SharedRows(Note(1, 2, 3, 4), (ShuffleIndex(5),))
+    place = struct.pack("<IIQQ", 1, 2, 3, 4)
+    assert SharedRows.decode(b"@" + place + GOOD_TAIL) == SharedRows(Note(1, 2, 3, 4), (TAILS[1],))
     with pytest.raises(BadInput):
-        SharedRows.decode(b"@" + data)
+        SharedRows.decode(b"@" + (place[:-1] if not data else place + data + GOOD_TAIL[:3]))
+    with pytest.raises(BadInput):
+        SharedRows.decode(b"@" + struct.pack("<IIQQ", 1, 2, 3, 2**63))

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from shuffle.durable.mapper_state import MapperState
-from shuffle.errors import BadInput, FalseClaim, NotServed, RowsGone, SplitBrain, StaleMapper
+from shuffle.errors import BadInput, FalseClaim, NotServed, RowsGone, SplitBrain, StaleGeneration, StaleMapper
 from shuffle.ids import Guid, InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
@@ -430,3 +430,39 @@ def test_request_of_another_processor_is_refused_and_changes_nothing() -> None:
     assert one.buckets[0].served == -1
     assert one.get_rows(replace(request(0, -1, -1), processor="p"))
     assert one.get_rows(replace(request(0, -1, -1), processor="")), "a client that does not say whose it is"
+
+
+def test_request_of_another_generation_is_refused_and_changes_nothing() -> None:
+    one = core()
+    feed(one, [0, 1], [0, 0])
+    assert ask(one, 0) == [0, 1]
+    with pytest.raises(StaleGeneration, match="Read the reducer's state again") as error:
+        one.get_rows(replace(request(0, 1, 1), generation=1))
+    assert error.value.generation == 0
+    assert ask(one, 0) == [0, 1], "what it called committed is still there"
+
+
+def test_state_of_another_generation_is_another_instances() -> None:
+    one = core()
+    feed(one, [0], [0])
+    with pytest.raises(SplitBrain):
+        one.observe(MapperState(generation=1))
+
+
+def test_front_of_an_answer_is_that_of_the_entries_it_has_exhausted() -> None:
+    one = core()
+    for front, reducers in ((10, [0, 1]), (20, [0, 0]), (30, [1])):
+        first = one.next_shuffle_index
+        values = list(range(first, first + len(reducers)))
+        one.ingest(one.persisted, len(values), Token(b"%d" % first), replace(mapped(values, reducers), front=front))
+
+    def tail(reducer: int, rows: int) -> tuple[int, int, int | None]:
+        asked = request(reducer, -1, -1, rows=rows)
+        made = one.tail(asked, one.get_rows(asked))
+        return made.last_row_index, made.complete_up_to, made.front
+
+    assert tail(0, 1) == (0, 1, 10)
+    assert tail(0, 2) == (2, 2, 10), "one row of the second entry is still to come"
+    assert tail(0, 3) == (3, 4, 30), "nothing is left but a row of the other reducer"
+    assert tail(1, 1) == (1, 3, 20)
+    assert tail(1, 2) == (4, 4, 30)

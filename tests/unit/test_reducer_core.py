@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pyarrow as pa
 import pytest
 
@@ -262,3 +264,14 @@ def test_agrees_with_its_own_commits_only() -> None:
     assert core.agrees(state(-1))
     assert core.agrees(state(3))
     assert not core.agrees(state(2))
+
+
+def test_row_has_a_generation_and_fronts_and_a_commit_compares_them() -> None:
+    one = ReducerState((ShuffleIndex(4), ShuffleIndex(-1)), 3, (-7, None))
+    assert ReducerState.from_rows(one.to_row(ReducerIndex(0)), 2) == one
+    assert one != replace(one, generation=0)
+    assert one != replace(one, fronts=None)
+    moved = one.advanced({MapperIndex(1): ShuffleIndex(2)}, {MapperIndex(0): -9, MapperIndex(1): 5})
+    assert (moved.generation, moved.fronts) == (3, (-7, 5)), "a front never falls"
+    with pytest.raises(CorruptData):
+        ReducerState.decode(one.encode(), 2, 0, b"12345678")

@@ -19,7 +19,7 @@ from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
 from shuffle.mapper.serve import HostedMapper, MapperServer
 from shuffle.mapper.shared_core import OUTBOX_BYTES_MIN, SHARED_BYTES_MAX, SHARED_OF_WINDOW, SharedCore
-from shuffle.messages import GetRows, SharedRows
+from shuffle.messages import GetRows, SharedRows, Tail
 from shuffle.reducer.connections import ClientPool
 from shuffle.reducer.exchange import RowStream, validate_offsets
 from shuffle.reducer.fetch import Connections
@@ -99,9 +99,11 @@ def test_nothing_is_left_open(outbox: Outbox) -> None:
 
 
 def test_note_survives_its_codec_and_nonsense_does_not() -> None:
-    rows = SharedRows(Note(1, 2, 3, 4), (ShuffleIndex(5), ShuffleIndex(6)))
+    first, last = Tail(ShuffleIndex(5), ShuffleIndex(5), more=True), Tail(ShuffleIndex(6), ShuffleIndex(9), -7, 3)
+    rows = SharedRows(Note(1, 2, 3, 4), (first, last))
     assert SharedRows.decode(rows.encode()) == rows
-    for nonsense in (b"@", b"@[1,2]", b'@["x",2,3,4,5]', b"@7"):
+    whole = rows.encode()
+    for nonsense in (b"@", b"@[1,2]", whole[:-1], whole + b"#", b"#" + whole[1:], whole.replace(b"#", b"%", 1)):
         with pytest.raises(BadInput):
             SharedRows.decode(nonsense)
 
@@ -155,8 +157,8 @@ def numbers(stream: RowStream, rows_max: int = 40_000) -> list[int]:
         cursor = ShuffleIndex(len(found) - 1)
         request = GetRows(Guid("g"), ReducerIndex(0), ShuffleIndex(-1), cursor, rows_max, 16 << 20)
         answer = stream.get_rows(request, 10)
-        assert answer
-        for rows, last in answer:
+        assert answer.batches
+        for rows, last in answer.batches:
             found.extend(rows.column(0).to_pylist())
             assert last == found[-1]
     return found

@@ -6,7 +6,7 @@ import pytest
 
 from shuffle.ids import InputIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.bucket import Bucket
-from shuffle.mapper.window import ENTRY_OVERHEAD_BYTES, Part, Window, WindowEntry
+from shuffle.mapper.window import ENTRY_OVERHEAD_BYTES, EntryPart, Window, WindowEntry
 
 
 def batch(*values: int) -> pa.RecordBatch:
@@ -23,7 +23,7 @@ def entry(input_begin: int, shuffle_begin: int, rows: int, token: bytes = b"t") 
     )
 
 
-def add(one: WindowEntry, reducer: int, places: list[int]) -> Part:
+def add(one: WindowEntry, reducer: int, places: list[int]) -> EntryPart:
     return one.add_part(ReducerIndex(reducer), batch(*places), np.array(places, np.uint32))
 
 
@@ -79,13 +79,13 @@ def test_front_entries_without_pointers_are_trimmed_in_order() -> None:
     assert (first.pointer_count, second.pointer_count) == (2, 0)
     buckets[0].commit(ShuffleIndex(2), window)
     assert (first.pointer_count, second.pointer_count) == (1, 0)
-    assert window.trim_front() == []
+    assert window.retire_front() == []
     buckets[1].commit(ShuffleIndex(1), window)
     assert (first.pointer_count, second.pointer_count) == (0, 1)
-    assert window.trim_front() == [first]
+    assert window.retire_front() == [first]
     assert window.first_entry_index == 1
     buckets[1].commit(ShuffleIndex(3), window)
-    assert window.trim_front() == [second]
+    assert window.retire_front() == [second]
     assert (window.nbytes, window.rows, len(window)) == (0, 0, 0)
 
 

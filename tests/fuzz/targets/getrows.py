@@ -164,7 +164,7 @@ class GetRowsTarget:
                 continue
             if told == STREAM_OVER:
                 self._end()
-            if not told.endswith(b"+"):
+            if not (told.startswith(b"#") and told[1] & 1):  # The flag that says that there is more.
                 return self._judged(Reply(messages, "OK"), ticket, self._schema, False, bounded(ticket))
 
     def _left(self, chance: random.Random) -> Outcome:

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,7 +87,7 @@ class SharedMemoryTarget:
         try:
             answer = stream.get_rows(self._request, 1.0)
             last: Any  # It is what the mapper said, whatever its type promises.
-            for batch, last in answer:
+            for batch, last in answer.batches:
                 if not isinstance(last, int) or isinstance(last, bool):
                     return Outcome("accepted", [Problem("wrong", f"a shuffle index {last!r}")], shown=shown)
                 _touch(batch)
@@ -134,11 +135,11 @@ class SharedMemoryTarget:
         if chance.random() < 0.1:
             read = self._pipe[0]
             note = [os.getpid(), read, os.fstat(read).st_ino, 100, 1]
-            script.answers += [_message(b"@" + _json(note)), _message(b".")]
+            script.answers += [_message(b"@" + _told(note)), _message(NO_ROWS)]
             return 1, f"a pipe: {note}"
         if chance.random() < 0.1:
             os.ftruncate(memory, 0)
-        script.answers += [_message(b"@" + _json(note)), _message(b".")]
+        script.answers += [_message(b"@" + _told(note)), _message(NO_ROWS)]
         return 1, f"note {note}"
 
     def _lying_memory(self, script: _Script, memory: int, chance: random.Random) -> tuple[int, str]:
@@ -150,32 +151,47 @@ class SharedMemoryTarget:
         if chance.random() < 0.2:
             stream, about = damaged(_stream(chance, 2), chance), "the stream is damaged"
         os.write(memory, stream)
-        script.answers.append(_message(b"@" + _json(self._note(memory, len(stream), [7]))))
+        script.answers.append(_message(b"@" + _told(self._note(memory, len(stream), [7]))))
         return 1, f"memory: {about}; {stream[len(head) : len(head) + 250].hex()}"
 
     def _shrunk(self, script: _Script, memory: int, chance: random.Random) -> tuple[int, str]:
         """Memory that is cut between two answers: to touch what is mapped of it is a signal, not an error."""
         stream = _stream(chance, 1) + bytes(MEMORY_BYTES)
         os.write(memory, stream)
-        note = _json(self._note(memory, len(stream), [4]))
+        note = _told(self._note(memory, len(stream), [4]))
         left = chance.choice((0, 1, 4096))
 
         def cut() -> Any:
             os.ftruncate(memory, left)
             return _message(b"@" + note)
 
-        script.answers += [_message(b"@" + note), cut, _message(b".")]
+        script.answers += [_message(b"@" + note), cut, _message(NO_ROWS)]
         return 2, f"memory of {len(stream)} bytes, cut to {left} after the first answer"
 
     def _wire(self, script: _Script, chance: random.Random) -> tuple[int, str]:
         """Rows over the wire that lie, as Flight's client would hand them on, with tails of every sort."""
         lie, about = arrow.lying(arrow.Message.of(arrow.some_batch(chance, SCHEMA, rows=5)), chance)
-        tail = chance.choice((b"5", b"5+", b"", b"+", b"-1", b"1e3", b"x", b"9" * 5000, b"\xff", b" 7 ", b"1_0"))
+        tail = chance.choice(
+            (
+                _tail(5),
+                _tail(5, more=True),
+                _tail(5, flags=255),
+                _tail(5, generation=2**32 - 1),
+                _tail(5, complete=4),
+                _tail(-(2**63)),
+                damaged(_tail(5), chance),
+                b"5+",
+                b"",
+                b"x",
+                b"9" * 5000,
+                b"#",
+            )
+        )
         try:
             batch = pa.ipc.read_record_batch(pa.py_buffer(lie.encapsulated()), SCHEMA)
         except (pa.ArrowException, OSError, EOFError):
             batch = arrow.some_batch(chance, SCHEMA, rows=2)  # Flight's client would have refused the other one.
-        script.answers += [SimpleNamespace(data=batch, app_metadata=tail), _message(b".")]
+        script.answers += [SimpleNamespace(data=batch, app_metadata=tail), _message(NO_ROWS)]
         return 1, f"wire, tail {tail[:20]!r}, lie: {about}"
 
     def close(self) -> None:
@@ -208,8 +224,21 @@ def _message(told: bytes) -> Any:
     return SimpleNamespace(data=None, app_metadata=told)
 
 
-def _json(value: Any) -> bytes:
-    return json.dumps(value).encode("utf-8", "surrogatepass")
+def _told(value: Any) -> bytes:
+    """A note as a mapper packs it; one that cannot be packed, as whatever it is."""
+    try:
+        pid, fd, inode, size, *last = value
+        tails = b"".join(_tail(index, more=at < len(last) - 1) for at, index in enumerate(last))
+        return struct.pack("<IIQQ", pid, fd, inode, size) + tails
+    except (struct.error, TypeError, ValueError):
+        return json.dumps(value).encode("utf-8", "surrogatepass")
+
+
+def _tail(index: int, flags: int = 0, generation: int = 0, complete: int | None = None, more: bool = False) -> bytes:
+    return struct.pack("<cBIqqq", b"#", flags | more, generation, index, index if complete is None else complete, 0)
+
+
+NO_ROWS = _tail(-1)
 
 
 def _stream(chance: random.Random, batches: int) -> bytes:

@@ -185,7 +185,7 @@ def test_mappers_of_one_process_have_memory_of_their_own_each(taken: list[Note])
     for core, own in zip(cores, connections, strict=True):
         request = GetRows(core.guid, ReducerIndex(0), ShuffleIndex(-1), ShuffleIndex(-1), 40_000, 16 << 20)
         answer = own.stream_to(server.address, "mapper").get_rows(request, 10)
-        found.append(answer[0][0].column(0)[0].as_py())
+        found.append(answer.batches[0][0].column(0)[0].as_py())
     assert found == [0, ROWS], "each is asked for its own rows"
     assert connections[0].to(server.address) is connections[1].to(server.address), "over one connection"
     assert len({(note.pid, note.fd, note.inode) for note in taken}) == 2

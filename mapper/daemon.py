@@ -24,7 +24,8 @@ from shuffle.ids import MapperIndex, ReducerIndex, new_guid
 from shuffle.mapper.core import MapperCore
 from shuffle.mapper.ingest import BACKOFF_S_MAX, BACKOFF_S_MIN, Ingestion, passes
 from shuffle.mapper.mapping import Mapping, create
-from shuffle.mapper.reader import PartitionReader, open_reader
+from shuffle.mapper.reader import PartitionReader
+from shuffle.mapper.readers.opening import open_reader
 from shuffle.mapper.serve import MapperServer, SharedCore
 from shuffle.mapper.spill.spill import SpillEnd
 from shuffle.mapper.spill.store import SpillStore
@@ -140,7 +141,7 @@ def _run(
     if not 0 <= index < mapper_count:
         raise SpecError(f"{spec.path}: there is no mapper {index}: the input has {mapper_count} partitions, from 0")
     dead_letter_queue = _patiently(stop, lambda: _dead_letter_queue(spec, client))
-    reader = _patiently(stop, lambda: open_reader(spec.input, index, client, spec.mapper))
+    reader = _patiently(stop, lambda: open_reader(spec, index, client))
     schema = _patiently(stop, lambda: reader.schema)
     if schema is None:
         return

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from shuffle.errors import ShuffleError
     from shuffle.jobs.aggregates import Count, Last, Max, Min, Sum
     from shuffle.jobs.library import AggregateReducer, HashMapper
-    from shuffle.mapper.reader import PartitionReader
+    from shuffle.mapper.reader import Input, PartitionReader
     from shuffle.partition import hash_partition
 
 __all__ = [
     "AggregateReducer",
     "Count",
     "HashMapper",
+    "Input",
     "Last",
     "Mapper",
     "Max",
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "shuffle.mapper.reader": ("PartitionReader",),
+    "shuffle.mapper.reader": ("Input", "PartitionReader"),
     "shuffle.jobs.aggregates": ("Count", "Last", "Max", "Min", "Sum"),
     "shuffle.api": ("Mapper", "PartitionedRowset", "Reducer"),
     "shuffle.errors": ("ShuffleError",),

@@ -15,7 +15,7 @@ import pyarrow as pa
 from shuffle.discovery import MapperAddress, arrange_mappers, mappers_group
 from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import BadInput, NotServed, RowsGone, ShuffleError, StaleMapper, StoreUnavailable, UnknownTable
-from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
+from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB
 from shuffle.messages import GetRows
 from shuffle.reducer.fetch import get_rows
@@ -41,7 +41,7 @@ class Shape:
     mapper_count: int
     reducer_count: int
     input: str
-    """``queue NAME`` or ``folder PATH``."""
+    """What the input calls itself: ``queue NAME``, ``folder PATH``, ``class module:Class {…}``."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Produced:
     mapper: MapperAddress
     last_row_index: int
     """The last shuffle index it has produced."""
-    next_input_index: int
+    token: Token
+    """Where in its input it stands: after what it has mapped."""
     row_bytes: float
     """Bytes of a row in its window, on average."""
 
@@ -264,7 +265,7 @@ def _status(mapper: MapperAddress) -> Produced | None:
         return Produced(
             mapper,
             int(answer["next_shuffle_index"]) - 1,
-            int(answer["next_input_index"]),
+            Token(bytes.fromhex(answer["token"])),
             int(answer["window_bytes"]) / max(1, int(answer["window_rows"])),
         )
     except (ShuffleError, ValueError, KeyError):

@@ -174,7 +174,7 @@ colour: red
     [
         ("count: 2", "", "reducer.count: is missing"),
         ("processor: job\n", "", "processor: is missing"),
-        ("{queue: logs}", "{}", "input: give either queue or folder"),
+        ("{queue: logs}", "{}", "input: give either queue, folder or class"),
         ("{queue: logs}", "logs", "input: a mapping with the keys"),
         ("{queue: logs}", "{queue: [logs]}", "input.queue: a single value is needed here, not a list"),
         ("{queue: logs}", "{queue: }", "input.queue: a single value is needed here, not nothing"),

@@ -14,7 +14,7 @@ import shuffle.mapper.spill.spill as spill
 from shuffle.errors import CommitUnknown, CorruptData, RowsGone
 from shuffle.ids import NOTHING_COMMITTED, Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.mapper.core import MapperCore
-from shuffle.mapper.reader import QueueReader
+from shuffle.mapper.readers.queue import QueueReader
 from shuffle.mapper.spill.spill import (
     Spill,
     SpillAnswer,

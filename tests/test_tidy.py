@@ -48,6 +48,7 @@ would be imported instead."""
 PURE_MODULES = (
     "mapper/window.py",
     "mapper/bucket.py",
+    "mapper/rows.py",
     "mapper/core.py",
     "mapper/spill/spill.py",
     "mapper/spill/policy.py",

@@ -21,8 +21,8 @@ import pyarrow as pa
 from shuffle.errors import BadInput, CorruptData, OutOfRange, SchemaMismatch, SpecError
 from shuffle.ids import Token
 from shuffle.limits import MIB
-from shuffle.mapper.bucket import fit
 from shuffle.mapper.reader import BATCH_BYTES_MAX_DEFAULT, START, Input, PartitionReader
+from shuffle.mapper.rows import fit
 
 POLL_S = 0.1
 """How often a folder is looked at while waiting for a new file. One listing takes well under a millisecond."""

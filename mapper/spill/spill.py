@@ -26,7 +26,8 @@ import pyarrow as pa
 from shuffle.errors import CorruptData, RowsGone
 from shuffle.ids import NOTHING_COMMITTED, ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
-from shuffle.mapper.bucket import ServedBatch, fit, with_metadata
+from shuffle.mapper.bucket import ServedBatch
+from shuffle.mapper.rows import fit, with_metadata
 from shuffle.spec.config import Compression
 
 BATCH_BYTES = 2 * MIB

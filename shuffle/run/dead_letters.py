@@ -241,8 +241,8 @@ class Replay:
         queue = source.consumes
         if queue is None:
             raise BadInput(
-                f"rows of an input with {source.kind} cannot be replayed, only those of a queue: correct what they are"
-                " from, then drop them (`shuffle dead-letters SPEC drop --role mapper`)"
+                f"rows of an input with {source.kind} cannot be replayed, only those of a queue: correct the file that"
+                " they are from, or what else it reads, then drop them (`shuffle dead-letters SPEC drop --role mapper`)"
             )
         tx = self._client.transaction()
         tx.append(queue, mapper, rows)

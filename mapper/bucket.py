@@ -10,15 +10,15 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from shuffle.ids import NOTHING_COMMITTED, ReducerIndex, ShuffleIndex
 from shuffle.mapper.entry_life import SERVE
+from shuffle.mapper.rows import fit, with_metadata
 from shuffle.mapper.window import EntryPart, Window
-from shuffle.messages import METADATA_FIELDS
 
 
 class ServedBatch(NamedTuple):
@@ -141,35 +141,3 @@ def _with_metadata_of(rows: pa.RecordBatch, part: EntryPart, begin: int) -> pa.R
     assert part.places is not None
     indexes = part.places[begin : begin + rows.num_rows].astype(np.int64) + part.entry.shuffle_begin
     return with_metadata(rows, indexes, np.full(rows.num_rows, part.entry.ingested_us, np.int64))
-
-
-def with_metadata(
-    rows: pa.RecordBatch, indexes: np.ndarray[Any, np.dtype[np.int64]], times: np.ndarray[Any, np.dtype[np.int64]]
-) -> pa.RecordBatch:
-    """``rows`` with the columns of ``METADATA_FIELDS`` behind them."""
-    return pa.RecordBatch.from_arrays(
-        [*rows.columns, *(pa.array(c).cast(f.type) for c, f in zip((indexes, times), METADATA_FIELDS, strict=True))],
-        schema=pa.schema([*rows.schema, *METADATA_FIELDS], rows.schema.metadata),
-    )
-
-
-def fit(rows: pa.RecordBatch, max_bytes: int) -> pa.RecordBatch:
-    """A prefix of ``rows`` of at most ``max_bytes``: the longest, or one that leaves a 64th of them at most.
-
-    The first guess takes rows to be alike and most often does; if they differ much in size, the rest is halving.
-    """
-    size_bytes = rows.nbytes
-    if size_bytes <= max_bytes:
-        return rows
-    fits, too_many = 0, rows.num_rows
-    middle = max(1, too_many * max_bytes * 127 // (size_bytes * 128))
-    while too_many - fits > 1:
-        size_bytes = rows.slice(0, middle).nbytes
-        if size_bytes > max_bytes:
-            too_many = middle
-        else:
-            fits = middle
-            if (max_bytes - size_bytes) * 64 <= max_bytes:
-                break
-        middle = (fits + too_many) // 2
-    return rows.slice(0, fits)

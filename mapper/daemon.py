@@ -21,7 +21,7 @@ from shuffle.ids import MapperIndex, new_guid
 from shuffle.mapper.ingest import store_backoff
 from shuffle.mapper.instance import MapperInstance
 from shuffle.mapper.mapping import Mapping
-from shuffle.mapper.reader import open_reader
+from shuffle.mapper.readers.opening import open_reader
 from shuffle.mapper.serve import MapperServer
 from shuffle.metrics import MapperMetrics, serve_metrics
 from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
@@ -201,7 +201,7 @@ class MapperProcess:
         spec, client = self._spec, self._client
         with stamped(index):
             try:
-                reader = _patiently(self._stop, lambda: open_reader(spec.input, index, client, spec.mapper))
+                reader = _patiently(self._stop, lambda: open_reader(spec, index, client))
                 if reader is None:
                     return False
                 closing.callback(reader.close)

@@ -1,27 +1,33 @@
-"""Reading one partition of the input: the contract, and the reader for queues of the state store.
+"""What an input is to the rest of the system: the contracts ``PartitionReader`` and ``Input``.
 
-``read`` returns the rows after a continuation token and the token after them. Rows must come in the same order, with
-the same content, every time; how many come at once is free. Only the token says where they stand, so positions in the
-input need not be consecutive.
+A reader reads one partition. ``read`` returns the rows after a continuation token and the token after them. Rows must
+come in the same order, with the same content, every time; how many come at once is free. Only the token says where they
+stand, so positions in the input need not be consecutive.
+
+An input is what its readers belong to. Nobody but an input and its readers knows what is in a token.
 """
 
 from __future__ import annotations
 
-import struct
+import json
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 
-from shuffle.errors import BadInput, SpecError
 from shuffle.ids import Token
 from shuffle.limits import MIB
 
 if TYPE_CHECKING:
-    from shuffle.spec.config import InputSpec, MapperSpec
     from shuffle.statestore import StateClient
 
 BATCH_BYTES_MAX_DEFAULT = 16 * MIB
+
+GAPS_MAX = 1_000
+"""Reads in a row that may find only a gap, before the end of a partition is looked for another time."""
 
 START = Token(b"")
 """The token of a mapper that never ran: the beginning of what the partition holds."""
@@ -31,7 +37,9 @@ class PartitionReader(ABC):
     """One partition of the input. Rows must come in the same order, with the same content, whenever they are read."""
 
     wait_ms: int = 0
-    """How many milliseconds ``read`` may wait for rows when there are none."""
+    """How many milliseconds ``read`` may wait for rows when there are none. It is set from the spec."""
+    batch_bytes_max: int = BATCH_BYTES_MAX_DEFAULT
+    """How many bytes ``read`` should return at most; a single row may have more. It is set from the spec."""
 
     @property
     @abstractmethod
@@ -73,88 +81,84 @@ class PartitionReader(ABC):
         """Release what is open. Nothing is read afterwards."""
 
 
-def encode_position(position: int) -> Token:
-    return Token(struct.pack(">q", position))
+class Input(ABC):
+    """An input: its partitions, and what can be told of their tokens.
 
+    To be named in a spec as ``input: {class: "module:Class", …}``, a subclass implements ``partition_count`` and
+    ``open``. Everything else has a default. An object is created in each process that needs one: in every mapper, in
+    ``shuffle run``, ``check`` and ``status``, and in the driver of a Spark query.
+    """
 
-def decode_position(token: Token) -> int:
-    if len(token) != 8:
-        raise BadInput(
-            f"a token of {len(token)} bytes is not a position in a queue: was the input of the processor changed?"
-        )
-    position: int = struct.unpack(">q", token)[0]
-    return position
+    consumes: str | None = None
+    """The queue of the state store that this input reads and trims, if it does: a queue has one consumer only."""
 
+    def __init__(self, config: Mapping[str, Any], state: StateClient, folder: Path) -> None:
+        self.config = config
+        """The options in the spec, with the defaults of ``config_schema`` if the class declares one."""
+        self.state = state
+        """A client of the processor's state store."""
+        self.folder = folder
+        """The folder of the spec, for options that are relative paths."""
 
-class QueueReader(PartitionReader):
-    """A partition of a queue of the state store. The token is the position of the next row, in eight bytes."""
+    @abstractmethod
+    def partition_count(self) -> int:
+        """How many partitions there are, and so how many mappers. It may not change while the processor has state."""
 
-    def __init__(
-        self,
-        client: StateClient,
-        queue: str,
-        partition: int,
-        *,
-        wait_ms: int = 0,
-        batch_bytes_max: int = BATCH_BYTES_MAX_DEFAULT,
-    ) -> None:
-        self._queue = client.queue(queue)
-        self._partition = partition
-        self._batch_bytes_max = batch_bytes_max
-        self.wait_ms = wait_ms
-        self._schema = self._queue.schema
+    @abstractmethod
+    def open(self, partition: int) -> PartitionReader:
+        """A reader of one partition, counted from 0."""
 
-    @property
-    def schema(self) -> pa.Schema:
-        return self._schema
+    def describe(self) -> str:
+        """What says which rows come, in one line: a processor that has state is refused another input.
 
-    def start(self) -> Token:
-        begin, _ = self._queue.bounds()[self._partition]
-        return encode_position(begin)
+        Default: the class and all its options. Leave out options that may change, for example an address.
+        """
+        options = json.dumps(self.config, sort_keys=True, default=str)
+        return f"class {type(self).__module__}:{type(self).__qualname__} {options}"
 
-    def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
-        position = decode_position(token or self.start())
-        rows, after = self._queue.read(
-            self._partition,
-            position,
-            max_rows=max(1, end_row_index - begin_row_index),
-            max_bytes=self._batch_bytes_max,
-            wait_ms=self.wait_ms,
-            # To hear that there is no more would take as long as to hear of what there is.
-            one_answer=True,
-        )
-        return rows, encode_position(after)
+    def ends(self) -> Mapping[int, Token] | None:
+        """For each partition the token after the last row that it holds now. None, the default: that is not known.
 
-    def trim(self, row_index: int, token: Token) -> None:
-        if token:
-            self._queue.trim(self._partition, decode_position(token))
+        Without it ``shuffle run --until-drained`` ends once ``read`` finds no more rows after what was committed,
+        and a Spark query with ``availableNow`` once it has what was mapped when it began.
+        """
+        return None
 
-    def lag_rows(self, token: Token) -> int | None:
-        begin, end = self._queue.bounds()[self._partition]
-        return max(0, int(end) - (decode_position(token) if token else int(begin)))
+    def reached(self, partition: int, token: Token, end: Token | None) -> bool:
+        """Whether everything before ``end`` is before ``token``, too. Whoever implements ``ends`` implements this.
 
+        ``token`` may be empty: nothing has been read. Default, without an end: whether no row can be read after
+        ``token``.
+        """
+        if end is not None:
+            raise NotImplementedError(f"{type(self).__qualname__} implements ends(), but not reached()")
+        reader = self.open(partition)
+        try:
+            for _ in range(GAPS_MAX):
+                rows, after = reader.read(0, 1, token)
+                if rows.num_rows or after == token:
+                    return not rows.num_rows
+                token = after
+            return False
+        finally:
+            reader.close()
 
-def open_reader(spec: InputSpec, index: int, client: StateClient, mapper: MapperSpec | None = None) -> PartitionReader:
-    """The reader for partition ``index`` of the input that ``spec`` names."""
-    wait_ms = 0 if mapper is None else mapper.read_wait_ms
-    batch_bytes_max = BATCH_BYTES_MAX_DEFAULT if mapper is None else mapper.batch_bytes_max
-    if spec.queue is not None:
-        return QueueReader(client, spec.queue, index, wait_ms=wait_ms, batch_bytes_max=batch_bytes_max)
-    if spec.folder is None:
-        raise SpecError("the input names neither a queue nor a folder")
-    # Only here, since Parquet's library would weigh on every mapper that reads a queue.
-    from shuffle.mapper.readers.folder import FolderReader, partition_folders
+    def rows_left(self, tokens: Mapping[int, Token]) -> Mapping[int, int]:
+        """For each partition how many rows there are after its token, for ``shuffle status``. Default: not known."""
+        return {}
 
-    folders = partition_folders(spec.folder)
-    if index >= len(folders):
-        raise SpecError(f"there is no partition {index}: {spec.folder} has {len(folders)} sub-folders")
-    return FolderReader(folders[index], format=spec.format, wait_ms=wait_ms, batch_bytes_max=batch_bytes_max)
+    def check_start(self, started: Callable[[], Collection[int]]) -> None:  # noqa: B027 (most inputs lose nothing)
+        """Raise ``SpecError`` if rows are gone that a partition still has to read which has no state yet.
 
+        ``started`` tells which partitions have one. Ask it after you have looked at the input: a mapper writes its
+        state before it trims.
+        """
 
-def partition_count(spec: InputSpec, client: StateClient) -> int:
-    """How many partitions the input has, and so how many mappers there are."""
-    if spec.queue is not None:
-        return int(client.queue(spec.queue).partitions)
-    from shuffle.mapper.readers.folder import partition_folders
+    def close(self) -> None:  # noqa: B027 (as above)
+        """Release what is open. Its readers are closed by then."""
 
-    return len(partition_folders(spec.folder or ""))
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()

@@ -223,6 +223,7 @@ class SharedCore:
                 "index": core.mapper_index,
                 "next_input_index": core.next_input_index,
                 "next_shuffle_index": core.next_shuffle_index,
+                "token": core.token.hex(),
                 "persisted_input_row_index": core.persisted.input_unread_row_index,
                 "persisted_shuffle_row_index": core.persisted.shuffle_unread_row_index,
                 "local_input_row_index": core.local.input_unread_row_index,

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from shuffle.jobs.aggregate_reducer import AggregateReducer
     from shuffle.jobs.aggregates import Count, Last, Max, Min, Sum
     from shuffle.jobs.hash_mapper import HashMapper
-    from shuffle.mapper.reader import PartitionReader
+    from shuffle.mapper.reader import Input, PartitionReader
     from shuffle.partition import hash_partition
 
 __all__ = [
     "AggregateReducer",
     "Count",
     "HashMapper",
+    "Input",
     "Last",
     "Mapper",
     "Max",
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "shuffle.mapper.reader": ("PartitionReader",),
+    "shuffle.mapper.reader": ("Input", "PartitionReader"),
     "shuffle.jobs.aggregates": ("Count", "Last", "Max", "Min", "Sum"),
     "shuffle.api": ("Mapper", "PartitionedRowset", "Reducer"),
     "shuffle.errors": ("ShuffleError",),

@@ -9,6 +9,9 @@ GIB = 1024 * MIB
 TICKET_BYTES_MAX = 64 * KIB
 """A ticket is a few numbers and a guid; anything near this is not a ticket."""
 
+TOKEN_BYTES_MAX = 16 * KIB
+"""A continuation token: a place in a partition, kept for every batch in the window and written with every trim."""
+
 KEY_BYTES_MAX = 64 * KIB
 """RocksDB keeps whole keys in its index blocks; longer ones belong in a value."""
 

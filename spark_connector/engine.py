@@ -22,16 +22,16 @@ from pyspark.sql import SparkSession
 
 from shuffle.durable.query_lease import refuse_beside_query
 from shuffle.errors import ShuffleError, SpecError, StoreUnavailable
+from shuffle.mapper.readers.opening import open_input
 from shuffle.run.controller import (
     RunOptions,
-    drain_goal,
     log_folder,
-    look_whether_drained,
     not_deterministic,
     served_store,
 )
 from shuffle.run.dead_letters import last_words
 from shuffle.run.determinism import check_map
+from shuffle.run.drain import drain_goal, look_whether_drained
 from shuffle.run.supervisor import Supervisor
 from shuffle.spec.config import ProcessorSpec, check_against_store
 from shuffle.spec.index_sets import indexes_text, share_out
@@ -85,7 +85,9 @@ def run_on_spark(
         if options.reducers:
             refuse_beside_query(client, spec.processor)
         _check_first_rows(spec, client, mapper_count, options)
-        goal = drain_goal(spec, client, mapper_count) if options.until_drained else None
+        goal = None
+        if options.until_drained:
+            goal = drain_goal(stack.enter_context(open_input(spec, client)), mapper_count)
         reducer_count = spec.reducer.count if options.reducers else 0
         if not asked.is_set():
             spark = _session(spec, master)

@@ -52,6 +52,7 @@ would be imported instead."""
 PURE_MODULES = (
     "mapper/window.py",
     "mapper/bucket.py",
+    "mapper/rows.py",
     "mapper/core.py",
     "mapper/spill/format.py",
     "mapper/spill/index.py",

@@ -21,8 +21,8 @@ import pyarrow as pa
 from shuffle.errors import BadInput, CorruptData, OutOfRange, SchemaMismatch, SpecError
 from shuffle.ids import Token
 from shuffle.limits import MIB
-from shuffle.mapper.bucket import fit
-from shuffle.mapper.reader import BATCH_BYTES_MAX_DEFAULT, START, PartitionReader
+from shuffle.mapper.reader import BATCH_BYTES_MAX_DEFAULT, START, Input, PartitionReader
+from shuffle.mapper.rows import fit
 
 POLL_S = 0.1
 """How often a folder is looked at while waiting for a new file. One listing takes well under a millisecond."""
@@ -99,7 +99,7 @@ class FolderReader(PartitionReader):
     ) -> None:
         self._folder = Path(folder)
         self._format = format
-        self._batch_bytes_max = batch_bytes_max
+        self.batch_bytes_max = batch_bytes_max
         self.wait_ms = wait_ms
         self._clock = clock
         self._interrupted = threading.Event()
@@ -162,7 +162,7 @@ class FolderReader(PartitionReader):
             if batch.num_rows == 0:
                 self._rest = None
                 continue
-            taken = fit(batch.slice(0, rows_max), self._batch_bytes_max)
+            taken = fit(batch.slice(0, rows_max), self.batch_bytes_max)
             if taken.num_rows == 0:
                 taken = batch.slice(0, 1)
             left = batch.slice(taken.num_rows)
@@ -236,6 +236,30 @@ class FolderReader(PartitionReader):
             return rows.select(self.schema.names).cast(self.schema)
         except pa.ArrowException as error:
             raise SchemaMismatch(f"{self._folder / file}: {error}", file=file) from None
+
+
+class FolderInput(Input):
+    """A folder whose sub-folders are the partitions. Nothing of it is ever deleted, so any number may read it."""
+
+    def partition_count(self) -> int:
+        return len(self._folders())
+
+    def open(self, partition: int) -> PartitionReader:
+        folders = self._folders()
+        if partition >= len(folders):
+            raise SpecError(
+                f"there is no partition {partition}: {self.config['folder']} has {len(folders)} sub-folders"
+            )
+        return FolderReader(folders[partition], format=self.config["format"])
+
+    def describe(self) -> str:
+        return f"folder {self.config['folder']}"
+
+    def _folders(self) -> list[Path]:
+        try:
+            return partition_folders(self.config["folder"])
+        except OSError as error:
+            raise SpecError(str(error)) from None
 
 
 def skip_rows(batches: Iterator[pa.RecordBatch], rows: int) -> Iterator[pa.RecordBatch]:

@@ -11,7 +11,8 @@ import numpy as np
 
 from shuffle.errors import RowsGone
 from shuffle.ids import ReducerIndex, ShuffleIndex
-from shuffle.mapper.bucket import ServedBatch, fit, with_metadata
+from shuffle.mapper.bucket import ServedBatch
+from shuffle.mapper.rows import fit, with_metadata
 from shuffle.mapper.spill.format import SpilledBatch
 from shuffle.mapper.spill.index import Spill
 

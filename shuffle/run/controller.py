@@ -20,17 +20,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shuffle.durable.query_lease import refuse_beside_query
-from shuffle.durable.tables import spill_queue
 from shuffle.errors import ShuffleError, SpecError, StoreUnavailable, UserCodeError
-from shuffle.ids import Token
-from shuffle.mapper.reader import decode_position, open_reader
+from shuffle.mapper.readers.opening import open_input
 from shuffle.run.dead_letters import last_words
 from shuffle.run.determinism import Difference, check_map
+from shuffle.run.drain import DrainGoal, drain_goal, look_whether_drained
 from shuffle.run.status import ProcessorStatus, StatusCollector
 from shuffle.run.store_service import StoreKeeper, answering_address, log_folder, opened, require_store, served_store
 from shuffle.run.supervisor import Child, RestartPolicy, Supervisor
@@ -56,7 +55,6 @@ _log = get_logger(__name__)
 
 __all__ = [
     "Controller",
-    "DrainGoal",
     "RestartPolicy",
     "RunOptions",
     "answering_address",
@@ -65,76 +63,6 @@ __all__ = [
     "run",
     "served_store",
 ]
-
-
-# Draining ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class DrainGoal:
-    """When all input that was there has been committed.
-
-    A mapper persists a token only when every row before it is committed by the reducer it was meant for, or is in the
-    spill. So a queue is drained when each partition's persisted token has reached the end the queue had when draining
-    began, and a folder when nothing is left to read after the persisted token, and when nothing is spilled any more.
-    Plain data: the caller asks the store.
-    """
-
-    queue_ends: list[int] | None
-    """Per partition, for a queue; None for a folder."""
-    open_partitions: set[int] = field(default_factory=set)
-
-    def note(self, partition: int, position: int | None, rows_left: bool) -> None:
-        """Takes in where one partition stands: its position in a queue, or whether a folder has rows left."""
-        if self.queue_ends is not None:
-            done = position is not None and position >= self.queue_ends[partition]
-        else:
-            done = not rows_left
-        if done:
-            self.open_partitions.discard(partition)
-
-    @property
-    def reached(self) -> bool:
-        return not self.open_partitions
-
-
-def drain_goal(spec: ProcessorSpec, client: StateClient, mapper_count: int) -> DrainGoal:
-    ends = None
-    if spec.input.queue is not None:
-        ends = [end for _, end in client.queue(spec.input.queue).bounds()]
-    return DrainGoal(ends, set(range(mapper_count)))
-
-
-def look_whether_drained(goal: DrainGoal, spec: ProcessorSpec, client: StateClient) -> bool:
-    tokens = {
-        row["mapper_index"]: Token(row["continuation_token"])
-        for row in client.scan(spec.mappers_table).read_all().to_pylist()
-    }
-    begins = [begin for begin, _ in client.queue(spec.input.queue).bounds()] if spec.input.queue is not None else []
-    for partition in sorted(goal.open_partitions):
-        token = tokens.get(partition, Token(b""))
-        if goal.queue_ends is not None:
-            goal.note(partition, decode_position(token) if token else begins[partition], rows_left=False)
-        elif partition in tokens:
-            reader = open_reader(spec.input, partition, client)
-            try:
-                rows, _ = reader.read(0, 1, token)
-            finally:
-                reader.close()
-            goal.note(partition, None, rows_left=rows.num_rows > 0)
-    return goal.reached and not spilled_partitions(spec, client)
-
-
-def spilled_partitions(spec: ProcessorSpec, client: StateClient) -> list[tuple[str, int]]:
-    """(queue, reducer) of every spill that has rows left."""
-    prefix = spill_queue(spec.processor, 0).rpartition("/")[0] + "/"
-    names = [queue.name for queue in client.queues() if queue.name.startswith(prefix)]
-    return [
-        (name, reducer)
-        for name in names
-        for reducer, (begin, end) in enumerate(client.queue(name).bounds())
-        if begin < end
-    ]
 
 
 # The controller ------------------------------------------------------------------------------------------------------
@@ -203,7 +131,21 @@ class Controller:
         if self._options.reducers:
             refuse_beside_query(client, spec.processor)
         checked = not self._options.check or self._check_first_rows(spec, client, mapper_count)
-        goal = drain_goal(spec, client, mapper_count) if self._options.until_drained else None
+        if not self._options.until_drained:
+            self._run_workers(spec, client, logs, mapper_count, checked, None)
+            return
+        with open_input(spec, client) as source:
+            self._run_workers(spec, client, logs, mapper_count, checked, drain_goal(source, mapper_count))
+
+    def _run_workers(
+        self,
+        spec: ProcessorSpec,
+        client: StateClient,
+        logs: Path,
+        mapper_count: int,
+        checked: bool,
+        goal: DrainGoal | None,
+    ) -> None:
         if self._stop.is_set():
             return
         reducer_count = spec.reducer.count if self._options.reducers else 0

@@ -250,11 +250,12 @@ class Replay:
         return True
 
     def _to_input(self, mapper: int, rows: pa.Table, done: Replayed) -> Transaction:
-        queue = self._spec.input.queue
+        source = self._spec.input
+        queue = source.consumes
         if queue is None:
             raise BadInput(
-                f"rows of the folder {self._spec.input.folder} cannot be replayed: correct the file that they are from,"
-                " then drop them (`shuffle dead-letters SPEC drop --role mapper`)"
+                f"rows of an input with {source.kind} cannot be replayed, only those of a queue: correct the file that"
+                " they are from, or what else it reads, then drop them (`shuffle dead-letters SPEC drop --role mapper`)"
             )
         tx = self._client.transaction()
         tx.append(queue, mapper, rows)

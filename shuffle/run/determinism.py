@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ import pyarrow as pa
 from shuffle.api import Mapper, PartitionedRowset, WorkerSpec
 from shuffle.errors import BadInput, ShuffleError, UserCodeError
 from shuffle.ids import Guid, Token
-from shuffle.mapper.reader import open_reader
+from shuffle.mapper.readers.opening import open_input
 from shuffle.partition import check_partition_indexes
 from shuffle.run import launch
 from shuffle.spec.config import ProcessorSpec, load_class, load_spec
@@ -99,11 +100,8 @@ def read_sample(spec: ProcessorSpec, client: StateClient, partition: int) -> pa.
         row["mapper_index"]: Token(row["continuation_token"])
         for row in client.scan(spec.mappers_table).read_all().to_pylist()
     }
-    reader = open_reader(spec.input, partition, client)
-    try:
+    with open_input(spec, client) as source, closing(source.open(partition)) as reader:
         rows, _ = reader.read(0, SAMPLE_ROWS, tokens.get(partition) or reader.start())
-    finally:
-        reader.close()
     rows_fitting = max(1, SAMPLE_ROWS if rows.nbytes <= SAMPLE_BYTES else rows.num_rows * SAMPLE_BYTES // rows.nbytes)
     return rows.slice(0, rows_fitting).combine_chunks()
 

@@ -21,6 +21,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,9 +35,11 @@ from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE
 from shuffle.durable.tables import mappers_group, reducers_group
 from shuffle.durable.upgrade import refuse_old_tables
 from shuffle.errors import CommitConflict, SpecError
-from shuffle.mapper.readers.folder import partition_folders
+from shuffle.mapper.reader import Input
+from shuffle.mapper.readers.opening import open_input
 from shuffle.mapper.spill.store import SPILLS_KEY, SPILLS_VALUE
 from shuffle.spec.config import ProcessorSpec
+from shuffle.spec.inputs import ClassInputSpec
 from shuffle.statestore.client.queue_consumers import create_consumers_table, queue_consumers, register_consumer
 from shuffle.support.suggest import did_you_mean
 
@@ -57,8 +60,6 @@ ALIASES = ("mapper", "reducer", "statestore", "spark_connector")
 """Packages of ``shuffle`` that are importable by their last name, too: ``python -m mapper``."""
 
 _OWN_FOLDER = Path(__file__).resolve().parents[2]
-_SHOWN_MAX = 8
-"""Partitions that a mistake names; the rest are counted."""
 
 _OF_THE_MAP = ("mapper_class", "mapper_config", "mapper_code")
 
@@ -78,15 +79,16 @@ def check_against_store(
             classes[role] = import_class(spec, role)
         except SpecError as error:
             mistakes.append(error.message)
-    mapper_count = 0
-    try:  # 2
-        mapper_count = count_mappers(spec, client)
-    except SpecError as error:
-        mistakes.append(error.message)
-    if mistakes:
-        raise SpecError("\n".join(mistakes), path=str(spec.path), mistakes=mistakes)
-    create_tables(spec, client)  # 3
-    check_fingerprint(spec, client, mapper_count, classes["mapper"], accept_new_map, register)  # 4, 5
+    with ExitStack() as closing:
+        try:  # 2
+            opened = closing.enter_context(open_input(spec, client))
+            mapper_count = count_partitions(spec, opened)
+        except SpecError as error:
+            mistakes.append(error.message)
+        if mistakes:
+            raise SpecError("\n".join(mistakes), path=str(spec.path), mistakes=mistakes)
+        create_tables(spec, client)  # 3
+        check_fingerprint(spec, client, mapper_count, classes["mapper"], opened, accept_new_map, register)  # 4, 5
     return mapper_count
 
 
@@ -94,15 +96,32 @@ def check_against_store(
 
 
 def import_class(spec: ProcessorSpec, role: Literal["mapper", "reducer"]) -> type[Any]:
-    """The user's class for ``role``; ``SpecError`` in one line, with the place in the user's file, if it cannot be had.
-
-    Modules are looked for in the working folder and beside the spec, and where else Python looks.
-    """
+    """The user's class for ``role``, with its configuration checked; ``SpecError`` as of ``import_user_class``."""
     from shuffle import api
 
-    place = spec.at(f"{role}.class")
     name = spec.mapper.class_name if role == "mapper" else spec.reducer.class_name
-    base = api.Mapper if role == "mapper" else api.Reducer
+    found = import_user_class(spec, f"{role}.class", name, api.Mapper if role == "mapper" else api.Reducer)
+    _check_user_config(spec, role, found)
+    return found
+
+
+def import_input_class(spec: ProcessorSpec, base: type[Any]) -> type[Any]:
+    """The user's class for the input."""
+    if not isinstance(spec.input, ClassInputSpec):
+        raise SpecError(f"{spec.at('input')}: names no class")
+    found = import_user_class(spec, "input.class", spec.input.class_name, base)
+    if found.ends is not base.ends and found.reached is base.reached:
+        raise SpecError(f"{spec.at('input.class')}: {spec.input.class_name} defines ends, but not reached")
+    return found
+
+
+def import_user_class(spec: ProcessorSpec, key: str, name: str, base: type[Any]) -> type[Any]:
+    """The class ``name`` (``module:Class``) that stands at ``key`` in the spec, checked to be a subclass of ``base``.
+
+    ``SpecError`` in one line, with the place in the user's file, if it cannot be had.
+    Modules are looked for in the working folder and beside the spec, and where else Python looks.
+    """
+    place = spec.at(key)
     module_name, _, path = name.partition(":")
     _make_findable(spec, module_name.partition(".")[0])
     try:
@@ -123,7 +142,6 @@ def import_class(spec: ProcessorSpec, role: Literal["mapper", "reducer"]) -> typ
     missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
     if missing:
         raise SpecError(f"{place}: {name} does not define {missing}")
-    _check_user_config(spec, role, found)
     return found
 
 
@@ -211,31 +229,26 @@ def _classes_in(module: Any, base: type[Any]) -> list[str]:
 
 def count_mappers(spec: ProcessorSpec, client: StateClient) -> int:
     """One mapper for each partition of the input."""
-    if spec.input.queue is not None:
-        queues = {queue.name: queue for queue in client.queues()}
-        if spec.input.queue not in queues:
-            known = sorted(queues)
-            hint = did_you_mean(spec.input.queue, known)
-            if not hint:
-                hint = f"; there are {', '.join(known[:10])}" if known else "; the store has no queue yet"
-                hint += ". Whoever fills it creates it: StateClient.create_queue, or Spark's sink"
-            raise SpecError(f"{spec.at('input.queue')}: there is no queue {spec.input.queue!r}{hint}")
-        count = int(queues[spec.input.queue].partitions)
-        place = spec.at("input.queue")
-    else:
-        count = len(input_folders(spec))
-        place = spec.at("input.folder")
+    with open_input(spec, client) as opened:
+        return count_partitions(spec, opened)
+
+
+def count_partitions(spec: ProcessorSpec, opened: Input) -> int:
+    place = spec.at(f"input.{spec.input.kind}")
+    with _said_of_input(spec):
+        count = opened.partition_count()
     if not 1 <= count <= MAPPERS_MAX:
         raise SpecError(f"{place}: {count} partitions; there can be 1 to {MAPPERS_MAX} mappers")
     return count
 
 
-def input_folders(spec: ProcessorSpec) -> list[Path]:
-    """The partitions of a folder input."""
+@contextmanager
+def _said_of_input(spec: ProcessorSpec) -> Iterator[None]:
+    """What an input finds wrong with itself, with its place in the spec."""
     try:
-        return partition_folders(spec.input.folder or "")
-    except (SpecError, OSError) as error:
-        raise SpecError(f"{spec.at('input.folder')}: {error}") from None
+        yield
+    except SpecError as error:
+        raise SpecError(f"{spec.at(f'input.{spec.input.kind}')}: {error.message}", **error.fields) from None
 
 
 # 3. Tables -----------------------------------------------------------------------------------------------------------
@@ -253,52 +266,40 @@ def create_tables(spec: ProcessorSpec, client: StateClient) -> None:
 # 4. Whose queue it is ------------------------------------------------------------------------------------------------
 
 
-def check_consumer(spec: ProcessorSpec, client: StateClient, tx: Transaction) -> None:
-    """Refuses a queue that another processor consumes. Of a folder nothing is ever deleted, so any may read it."""
-    queue = spec.input.queue
+def check_consumer(spec: ProcessorSpec, client: StateClient, tx: Transaction, queue: str | None) -> None:
+    """Refuses a queue that another processor consumes; None is an input that nothing is deleted from."""
     consumer = None if queue is None else queue_consumers(client, tx).get(queue)
     if consumer is not None and consumer != spec.processor:
         raise SpecError(
-            f"{spec.at('input.queue')}: the queue {queue!r} is consumed by the processor {consumer!r}, which trims what"
-            " it has committed: let the producer write to two queues, or, if that processor is over for good, run"
-            f" `shuffle state release STORE {queue}`",
+            f"{spec.at(f'input.{spec.input.kind}')}: the queue {queue!r} is consumed by the processor {consumer!r},"
+            " which trims what it has committed: let the producer write to two queues, or, if that processor is over"
+            f" for good, run `shuffle state release STORE {queue}`",
             queue=queue,
             consumer=consumer,
         )
 
 
-def check_begin(spec: ProcessorSpec, client: StateClient) -> None:
-    """Refuses to start on a queue of which rows are gone that this processor has never read."""
-    if spec.input.queue is None or spec.input.start == "earliest_available":
-        return
-    # In this order: a mapper writes its row before it trims.
-    begins = [begin for begin, _ in client.queue(spec.input.queue).bounds()]
-    rows = client.scan(spec.mappers_table, columns=["mapper_index"]).read_all()
-    started = set(rows["mapper_index"].to_pylist())
-    trimmed = {index: begin for index, begin in enumerate(begins) if begin > 0 and index not in started}
-    if not trimmed:
-        return
-    shown = ", ".join(f"partition {index} begins at row {begin}" for index, begin in list(trimmed.items())[:_SHOWN_MAX])
-    more = f", and {len(trimmed) - _SHOWN_MAX} more" if len(trimmed) > _SHOWN_MAX else ""
-    raise SpecError(
-        f"{spec.at('input.queue')}: rows of the queue {spec.input.queue!r} were trimmed before this processor could"
-        f" read them: {shown}{more}; fill another queue, or, if they are not wanted, write `input: {{queue:"
-        f" {spec.input.queue}, start: earliest_available}}`",
-        queue=spec.input.queue,
-        begins=trimmed,
-    )
+def check_begin(spec: ProcessorSpec, client: StateClient, opened: Input) -> None:
+    """Refuses to start on an input of which rows are gone that this processor has never read."""
+
+    def started() -> set[int]:
+        rows = client.scan(spec.mappers_table, columns=["mapper_index"]).read_all()
+        return set(rows["mapper_index"].to_pylist())
+
+    with _said_of_input(spec):
+        opened.check_start(started)
 
 
 # 5. Fingerprint ------------------------------------------------------------------------------------------------------
 
 
-def fingerprint(spec: ProcessorSpec, mapper_count: int, mapper_class: type[Any]) -> dict[str, str]:
+def fingerprint(spec: ProcessorSpec, mapper_count: int, mapper_class: type[Any], opened: Input) -> dict[str, str]:
     return {
         "reducer_count": str(spec.reducer.count),
         "mapper_count": str(mapper_count),
         "max_parallelism": str(spec.max_parallelism),
         "partition_function": PARTITION_FUNCTION,
-        "input": f"queue {spec.input.queue}" if spec.input.queue is not None else f"folder {spec.input.folder}",
+        "input": opened.describe(),
         "mapper_class": spec.mapper.class_name,
         "mapper_config": json.dumps(spec.mapper.config, sort_keys=True, default=str),
         "mapper_code": code_digest(mapper_class),
@@ -377,6 +378,7 @@ def check_fingerprint(
     client: StateClient,
     mapper_count: int,
     mapper_class: type[Any],
+    opened: Input,
     accept_new_map: bool = False,
     register: bool = True,
 ) -> None:
@@ -384,7 +386,7 @@ def check_fingerprint(
 
     With ``register`` the processor becomes the consumer of its queue in the same transaction.
     """
-    ours = fingerprint(spec, mapper_count, mapper_class)
+    ours = fingerprint(spec, mapper_count, mapper_class, opened)
     for _ in range(ATTEMPTS_MAX):
         tx = client.transaction()
         with tx:
@@ -392,9 +394,9 @@ def check_fingerprint(
             changed = [name for name in ours if name in stored and not _same(name, ours[name], stored[name])]
             if changed:
                 _refuse_change(spec, client, ours, stored, changed, accept_new_map)
-            check_consumer(spec, client, tx)
-            check_begin(spec, client)
-            registers = register and register_consumer(client, tx, spec.processor, spec.input.queue)
+            check_consumer(spec, client, tx, opened.consumes)
+            check_begin(spec, client, opened)
+            registers = register and register_consumer(client, tx, spec.processor, opened.consumes)
             if changed or not stored.keys() >= ours.keys():
                 names = sorted(ours)
                 tx.write(spec.meta_table, pa.table([names, [ours[name] for name in names]], schema=META_ROW))

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from shuffle.discovery import MapperAddress, arrange_mappers
 from shuffle.durable.tables import mappers_group, reducers_group
 from shuffle.errors import ShuffleError, UnknownTable
+from shuffle.ids import Token
+from shuffle.mapper.readers.opening import open_input
 from shuffle.run.dead_letters import DeadLetterQueue, dead_letter_queues
-from shuffle.run.preflight import committed_indices, count_mappers
+from shuffle.run.preflight import committed_indices, count_partitions
 from shuffle.spec.config import ProcessorSpec
 from shuffle.support import flight
 
@@ -38,7 +40,7 @@ class MapperStatus:
     """The guids registered for this index, the youngest first. More than one: a lease running out, or a twin."""
     address: str | None = None
     input_rows_left: int | None = None
-    """Rows in the input partition that are not trimmed yet; None if the input cannot tell."""
+    """Rows in the input partition after the persisted place; None if the input cannot tell."""
     live: dict[str, Any] | None = None
     """What the youngest instance says of itself; None if it did not answer."""
 
@@ -99,6 +101,7 @@ class StatusCollector:
     def __init__(self, spec: ProcessorSpec, client: StateClient) -> None:
         self._spec = spec
         self._client = client
+        self._input = open_input(spec, client)
         self._flights: dict[str, Any] = {}
         self._pool = ThreadPoolExecutor(max_workers=ASKED_AT_ONCE_MAX, thread_name_prefix="status")
 
@@ -113,16 +116,17 @@ class StatusCollector:
         for connection in self._flights.values():
             connection.close()
         self._flights = {}
+        self._input.close()
 
     def collect(self) -> ProcessorStatus:
         spec, client = self._spec, self._client
         mapper_rows, reducer_rows = self._persisted()
         registered = arrange_mappers(client.leases.members(mappers_group(spec.processor)))
-        mapper_count = max(count_mappers(spec, client), *(index + 1 for index in mapper_rows), 1)
+        mapper_count = max(count_partitions(spec, self._input), *(index + 1 for index in mapper_rows), 1)
         youngest = {int(index): found[0] for index, found in registered.items() if found and index < mapper_count}
         live = dict(zip(youngest, self._pool.map(self._ask, youngest.values()), strict=True))
         self._forget(address.address for address in youngest.values())
-        left = self._input_rows_left(mapper_count)
+        left = self._input.rows_left({index: Token(row["continuation_token"]) for index, row in mapper_rows.items()})
         mappers = []
         for index in range(mapper_count):
             row = mapper_rows.get(index, {})
@@ -150,7 +154,7 @@ class StatusCollector:
     def _persisted(self) -> tuple[dict[int, dict[str, Any]], dict[int, bytes]]:
         try:
             with self._client.snapshot() as snapshot:
-                mappers = snapshot.scan(self._spec.mappers_table).read_all().drop_columns(["continuation_token"])
+                mappers = snapshot.scan(self._spec.mappers_table).read_all()
                 reducers = snapshot.scan(self._spec.reducers_table).read_all()
         except UnknownTable:  # It never ran.
             return {}, {}
@@ -171,12 +175,6 @@ class StatusCollector:
             committed = committed_indices(rows[index]).tolist() if index in rows else [-1] * mapper_count
             found.append(_reducer(index, committed, guids.get(index, []), answers))
         return found
-
-    def _input_rows_left(self, mapper_count: int) -> dict[int, int]:
-        if self._spec.input.queue is None:
-            return {}
-        bounds = self._client.queue(self._spec.input.queue).bounds()
-        return {index: end - begin for index, (begin, end) in enumerate(bounds[:mapper_count])}
 
     def _ask(self, mapper: MapperAddress) -> dict[str, Any] | None:
         try:

@@ -34,8 +34,8 @@ def require_store(spec: ProcessorSpec) -> None:
     folder = spec.state_folder
     if folder is not None and not folder.is_dir():
         how = "`shuffle run` makes it"
-        if spec.input.queue is not None:
-            how = f"it comes with whatever fills the queue {spec.input.queue}, for example StateClient.open(folder)"
+        if spec.input.consumes is not None:
+            how = f"it comes with whatever fills the queue {spec.input.consumes}, for example StateClient.open(folder)"
         raise SpecError(f"{spec.at('state')}: there is no store in {folder} yet; {how}")
 
 

@@ -29,33 +29,16 @@ from shuffle.limits import (
     WORKER_ANSWER_S_MAX,
 )
 from shuffle.spec.index_sets import PER_PROCESS_MAX
+from shuffle.spec.inputs import InputSpec
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient
 
 OnError = Literal["stop", "dead_letter"]
-Start = Literal["beginning", "earliest_available"]
 Compression = Literal["none", "lz4", "zstd"]
 
 REDUCERS_MAX = 4096
 """One bucket per reducer in every mapper, and one connection per pair: beyond this the pairs are the bottleneck."""
-
-
-@dataclass(frozen=True, slots=True)
-class InputSpec:
-    """Where the rows come from: exactly one of ``queue`` and ``folder``."""
-
-    queue: str | None = None
-    """A queue of the state store. There is one mapper for each of its partitions, and what it has processed is
-    trimmed."""
-    folder: str | None = None
-    """A folder of files, relative to that of the spec. There is one mapper for each of its sub-folders, in the order of
-    their names."""
-    format: str | None = None
-    """What the files of ``folder`` are. Default: by the ending of their names."""
-    start: Start = "beginning"
-    """Where a processor without state begins in a queue: at its ``beginning``, which is refused if rows of it were
-    trimmed; or at the ``earliest_available`` row, whatever came before it. Default: beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,19 +267,10 @@ def relation_mistakes(spec: ProcessorSpec) -> list[tuple[str, str]]:
             "is never used with on_error: stop; write on_error: dead_letter, or leave it out",
         ),
         (
-            spec.input.queue is None or spec.input.queue not in (mapper.dead_letter_queue, reducer.dead_letter_queue),
-            "input.queue",
+            spec.input.consumes is None
+            or spec.input.consumes not in (mapper.dead_letter_queue, reducer.dead_letter_queue),
+            f"input.{spec.input.kind}",
             "is also a dead letter queue: rows set aside would be read again for ever",
-        ),
-        (
-            spec.input.format is None or spec.input.folder is not None,
-            "input.format",
-            "is for folders of files; a queue has its own schema",
-        ),
-        (
-            spec.input.start == "beginning" or spec.input.queue is not None,
-            "input.start",
-            "is for queues; nothing of a folder is trimmed",
         ),
     ]
     return [(place, what) for fine, place, what in checks if not fine]
@@ -349,6 +323,13 @@ def load_class(spec: ProcessorSpec, role: Literal["mapper", "reducer"]) -> type[
     from shuffle.run.preflight import import_class
 
     return import_class(spec, role)
+
+
+def load_input_class(spec: ProcessorSpec, base: type[Any]) -> type[Any]:
+    """The user's class for ``input: {class: …}``, imported and checked to be a subclass of ``base``."""
+    from shuffle.run.preflight import import_input_class
+
+    return import_input_class(spec, base)
 
 
 def check_against_store(

@@ -8,14 +8,15 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from shuffle.durable.tables import Role, dead_letter_queue
 from shuffle.errors import BadInput, SpecError
 from shuffle.limits import NAME_BYTES_MAX
-from shuffle.spec.config import RANGES, InputSpec, MapperSpec, ProcessorSpec, ReducerSpec, SpillSpec, relation_mistakes
+from shuffle.spec.config import RANGES, MapperSpec, ProcessorSpec, ReducerSpec, SpillSpec, relation_mistakes
+from shuffle.spec.inputs import KINDS, ClassInputSpec, InputSpec, Value, kinds_in_words
 from shuffle.spec.yaml_file import Node, compose_file, in_one_line
 from shuffle.support.endpoint import HOST_MAYBE_PORT, HOST_PORT
 from shuffle.support.suggest import did_you_mean
@@ -221,14 +222,22 @@ def _share(file: _File, place: str, node: Node) -> float | None:
 
 
 def _user_config(file: _File, place: str, node: Node) -> Mapping[str, Any] | None:
+    before = len(file.mistakes)
+    value = _own_value(file, place, node)
+    if not isinstance(value, dict):
+        if len(file.mistakes) == before:
+            file.note(place, node, "the user's configuration is a mapping of names to values")
+        return None
+    return value
+
+
+def _own_value(file: _File, place: str, node: Node) -> Any:
+    """Any value at all, which only the user's own class understands."""
     try:
         value = _construct(node)
         json.dumps(value, sort_keys=True, default=str)  # So it is kept in the store, to be compared at every start.
     except Exception as error:  # Of what the library makes of 2026-13-13, !!timestamp x, or keys that are lists.
         file.note(place, node, f"cannot be read: {in_one_line(error)}")
-        return None
-    if not isinstance(value, dict):
-        file.note(place, node, "the user's configuration is a mapping of names to values")
         return None
     return value
 
@@ -246,12 +255,6 @@ def _construct(node: Node) -> Any:
 _COUNT, _SIZE, _DURATION = _number(_parse_count), _number(_parse_bytes), _number(_parse_ms)
 _CLASS = _pattern(_CLASS_NAME, "a class: write it as module:Class, for example my_job:ParseLogs")
 
-_INPUT: dict[str, Reader] = {
-    "queue": _queue_name,
-    "folder": _folder,
-    "format": _choice("parquet", "arrow", "jsonl"),
-    "start": _choice("beginning", "earliest_available"),
-}
 _MAPPER: dict[str, Reader] = {
     "class_name": _CLASS,
     "config": _user_config,
@@ -351,6 +354,66 @@ def _did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
     return did_you_mean(word, known, f"; known here: {', '.join(sorted(known))}")
 
 
+_VALUES: dict[Value, Reader] = {"queue name": _queue_name, "folder": _folder, "class": _CLASS}
+
+
+def _value(takes: Value) -> Reader:
+    return _choice(*takes) if isinstance(takes, tuple) else _VALUES[takes]
+
+
+_INPUT_SECTION = _section({key: _value(takes) for kind in KINDS.values() for key, takes in kind.values.items()}, ())
+
+
+def _input(file: _File, place: str, node: Node) -> InputSpec | None:
+    """The description of the one kind of input that the section names."""
+    own = _own_class_options(file, place, node)
+    values = _INPUT_SECTION(file, place, node if own is None else own.known)
+    if values is None:
+        return None
+    given = [name for name in KINDS if _ALIASES.get(name, name) in values]
+    if len(given) != 1:
+        file.note(place, None, f"give either {kinds_in_words()}" + (", not more than one of them" if given else ""))
+        return None
+    kind = KINDS[given[0]]
+    others = {key: what for other in KINDS.values() if other is not kind for key, what in other.elsewhere.items()}
+    for key in values.keys() - kind.values.keys():
+        file.note(f"{place}.{key}", None, others.get(key, f"is not an option of an input with {given[0]}"))
+    if file.mistakes:  # Also elsewhere: then the description is not used.
+        return None
+    return ClassInputSpec(**values, options=own.options) if own is not None else kind.spec(**values)
+
+
+class _Own(NamedTuple):
+    """The section of an input that the user's own class reads."""
+
+    known: Node
+    """The part that is not the class's business."""
+    options: dict[str, Any]
+
+
+def _own_class_options(file: _File, place: str, node: Node) -> _Own | None:
+    """For an input with ``class``: what is beside it are options of the class, whatever their names and values.
+
+    An option may not have the name of another kind of input, so that a slip of the pen is found.
+    """
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    keys = [key.value if isinstance(key, yaml.ScalarNode) else None for key, _ in node.value]
+    if "class" not in keys:
+        return None
+    known, options = [], {}
+    for (key_node, value_node), key in zip(node.value, keys, strict=True):
+        if key is None or key in KINDS:
+            known.append((key_node, value_node))
+            continue
+        option_place = f"{place}.{key}" if key.isprintable() and len(key) <= TEXT_SHOWN_MAX else place
+        if key in options:
+            file.note(option_place, key_node, "is given twice")
+        file.lines[option_place] = key_node.start_mark.line + 1
+        options[key] = _own_value(file, option_place, value_node)
+    return _Own(yaml.MappingNode(node.tag, known, node.start_mark, node.end_mark), options)
+
+
 _SPILL_SECTION = _section(_SPILL, ())
 
 
@@ -366,7 +429,7 @@ _SPEC = _section(
     {
         "processor": _pattern(_NAME, "a name: letters, digits, '_', '-' and '.'"),
         "state": _state,
-        "input": _section(_INPUT, ()),
+        "input": _input,
         "mapper": _section(_MAPPER, ("class_name",)),
         "reducer": _section(_REDUCER, ("class_name", "count")),
         "spill": _spill,
@@ -385,10 +448,6 @@ def parse_spec(path: Path) -> ProcessorSpec:
     if root is None:
         raise SpecError(f"{path}:1: the file is empty; a spec has processor, state, input, mapper and reducer")
     values = _SPEC(file, "", root)  # 2
-    if values is not None and values.get("input") is not None:
-        given = [name for name in ("queue", "folder") if name in values["input"]]
-        if len(given) != 1:
-            file.note("input", None, "give either queue or folder" + (", not both" if given else ""))
     file.raise_if_mistaken()
     spec = _build(values, file)
     for place, what in relation_mistakes(spec):  # 3
@@ -407,7 +466,6 @@ def _build(values: dict[str, Any] | None, file: _File) -> ProcessorSpec:
             part.setdefault("dead_letter_queue", dead_letter_queue(processor, role))
     top = {field.name: values[field.name] for field in fields(ProcessorSpec) if field.name in values}
     top |= {
-        "input": InputSpec(**values["input"]),
         "mapper": MapperSpec(**mapper),
         "reducer": ReducerSpec(**reducer),
         "spill": SpillSpec(**values.get("spill", {})),

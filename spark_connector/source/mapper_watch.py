@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
+from shuffle.durable.mapper_state import lookup_state
 from shuffle.errors import StoreUnavailable
+from shuffle.ids import MapperIndex, Token
+from shuffle.mapper.reader import Input
+from shuffle.mapper.readers.opening import built_in_input, open_input
 from shuffle.spark_connector.source.offsets import Indexes
-from shuffle.spark_connector.source.positions import Positions
 from shuffle.spark_connector.source.processor import Processor, Produced, Shape
 from shuffle.spark_connector.waiting import Waiting
+from shuffle.spec.config import ProcessorSpec
+from shuffle.spec.inputs import input_described_as
+from shuffle.statestore import StateClient
 
 POLL_S = 0.05
 
@@ -49,29 +56,76 @@ class MapperWatch:
             time.sleep(POLL_S)
 
 
+class SourceInput:
+    """The processor's input as the driver can ask it.
+
+    The spec says what it is. Without a spec an input that comes with the project is known by what the state says of
+    it; an input of the user's own is not known then.
+    """
+
+    def __init__(self, processor: Processor, shape: Shape, spec: ProcessorSpec | None) -> None:
+        self._processor = processor
+        self._spec = spec
+        self._described = None if spec is not None else input_described_as(shape.input)
+        self._client: StateClient | None = None
+        self._input: Input | None = None
+
+    def ends(self) -> Mapping[int, Token] | None:
+        """For each mapper where its input ends now; None if nobody knows."""
+        return self._processor.store.patiently(lambda client: found.ends() if (found := self._at(client)) else None)
+
+    def reached(self, mapper: int, token: Token, end: Token) -> bool:
+        def ask(client: StateClient) -> bool:
+            if not token and not self._begins_empty(client, mapper):
+                return False
+            found = self._at(client)
+            return found is not None and found.reached(mapper, token, end)
+
+        return self._processor.store.patiently(ask)
+
+    def _begins_empty(self, client: StateClient, mapper: int) -> bool:
+        """Whether an empty token is really where the mapper stands: one that is starting has not looked yet."""
+        state = lookup_state(client, self._processor.name, MapperIndex(mapper))
+        return state is not None and not state.continuation_token
+
+    def _at(self, client: StateClient) -> Input | None:
+        """The input over ``client``, which is another one when the store has moved."""
+        if client is not self._client:
+            self.close()
+            if self._spec is not None:
+                self._input = open_input(self._spec, client)
+            elif self._described is not None:
+                self._input = built_in_input(self._described, client)
+            self._client = client
+        return self._input
+
+    def close(self) -> None:
+        if self._input is not None:
+            self._input.close()
+        self._input = self._client = None
+
+
 class Goal:
     """For ``Trigger.AvailableNow``: the end of the input as it was when the query began."""
 
-    def __init__(self, processor: Processor, shape: Shape, positions: Positions) -> None:
-        self._positions = positions
-        self._ends: list[int] | None = None
-        if shape.input.startswith("queue "):
-            name = shape.input.removeprefix("queue ")
-            self._ends = [end for _, end in processor.store.patiently(lambda client: client.queue(name).bounds())]
+    def __init__(self, processor: Processor, shape: Shape, spec: ProcessorSpec | None = None) -> None:
+        self._source = SourceInput(processor, shape, spec)
+        self._ends = self._source.ends()
         self._caps: list[int | None] = [None] * shape.mapper_count
 
     def look(self, watch: MapperWatch) -> None:
         """A mapper that has read up to the goal is capped at what it has produced by then."""
-        origins: list[int | None] = [None] * len(self._caps)
-        if self._ends is not None and None in self._caps:
-            origins = self._positions.input_origins()
         for mapper, found in watch.produced.items():
-            if self._caps[mapper] is not None:
-                continue
-            origin = origins[mapper]
-            # What a folder will hold is not known beforehand, so there the goal is what was mapped.
-            if self._ends is None or (origin is not None and origin + found.next_input_index >= self._ends[mapper]):
+            if self._caps[mapper] is None and self._is_at_end(mapper, found):
                 self._caps[mapper] = watch.latest[mapper]
+
+    def _is_at_end(self, mapper: int, found: Produced) -> bool:
+        # What an input will hold that does not know its end is not known beforehand: there the goal is what was mapped.
+        end = None if self._ends is None else self._ends.get(mapper)
+        return end is None or self._source.reached(mapper, found.token, end)
+
+    def close(self) -> None:
+        self._source.close()
 
     @property
     def reached(self) -> bool:

@@ -18,7 +18,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from shuffle.durable.mapper_state import lookup_state
 from shuffle.durable.tables import meta_table, reducers_group, reducers_table
 from shuffle.errors import BadInput, RowsGone
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
@@ -136,22 +135,6 @@ class Positions:
                 return wanted
 
         return self._processor.store.in_transaction(attempt)
-
-    def input_origins(self) -> list[int | None]:
-        """For each mapper of a queue: the position in the queue of row 0 of its input numbering."""
-
-        def ask(client: StateClient) -> list[int | None]:
-            found: list[int | None] = []
-            for mapper in range(self._shape.mapper_count):
-                state = lookup_state(client, self._processor.name, MapperIndex(mapper))
-                token = b"" if state is None else state.continuation_token
-                if state is None or len(token) != 8:
-                    found.append(None)
-                else:
-                    found.append(int.from_bytes(token, "big", signed=True) - state.input_unread_row_index)
-            return found
-
-        return self._processor.store.patiently(ask)
 
     def _done(self, source: Any) -> list[Indexes]:
         """What reducers have committed, or need not: below a mapper's persisted state there is nothing left of anyone,

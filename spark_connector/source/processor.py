@@ -26,7 +26,7 @@ from shuffle.errors import (
     StoreUnavailable,
     UnknownTable,
 )
-from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
+from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB
 from shuffle.messages import GetRows
 from shuffle.reducer.exchange import Answer
@@ -55,7 +55,7 @@ class Shape:
     mapper_count: int
     reducer_count: int
     input: str
-    """``queue NAME`` or ``folder PATH``."""
+    """What the input calls itself: ``queue NAME``, ``folder PATH``, ``class module:Class {…}``."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class Produced:
     mapper: MapperAddress
     last_row_index: int
     """The last shuffle index it has produced."""
-    next_input_index: int
+    token: Token
+    """Where in its input it stands: after what it has mapped."""
     row_bytes: float
     """Bytes of a row in its window, on average."""
 
@@ -288,7 +289,7 @@ def _status(mapper: MapperAddress) -> Produced | None:
         return Produced(
             mapper,
             int(answer["next_shuffle_index"]) - 1,
-            int(answer["next_input_index"]),
+            Token(bytes.fromhex(answer["token"])),
             int(answer["window_bytes"]) / max(1, int(answer["window_rows"])),
         )
     except (ShuffleError, ValueError, KeyError):

@@ -154,7 +154,15 @@ class Limits:
 class DriverSide:
     """Offsets and commits; lives in the one Python process that Spark keeps for the query in the driver."""
 
-    def __init__(self, processor: Processor, starting: str, limits: Limits, commits: bool) -> None:
+    def __init__(
+        self,
+        processor: Processor,
+        starting: str,
+        limits: Limits,
+        commits: bool,
+        spec: ProcessorSpec | None = None,
+    ) -> None:
+        self._spec = spec
         self.processor = processor
         self.shape = processor.shape()
         self.lease = QueryLease(processor)
@@ -175,6 +183,8 @@ class DriverSide:
 
     def close(self) -> None:
         """The query has ended: another one may read the processor."""
+        if self._goal is not None:
+            self._goal.close()
         self.lease.release()
 
     def refuse_others(self) -> None:
@@ -200,7 +210,7 @@ class DriverSide:
         return self._baseline.start
 
     def set_goal(self) -> None:
-        self._goal = Goal(self.processor, self.shape, self.positions)
+        self._goal = Goal(self.processor, self.shape, self._spec)
 
     def latest(self, start: Indexes, limit: ReadLimit) -> Indexes:
         """The end of the next batch; ``start`` if there is none yet. Waits a little for news."""
@@ -280,7 +290,7 @@ class StreamReaderBase(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def driver(self) -> DriverSide:
         if self._driver is None:
             end_when_asked()
-            self._driver = DriverSide(self.processor, self._starting, self._limits, self.commits)
+            self._driver = DriverSide(self.processor, self._starting, self._limits, self.commits, self.spec)
         return self._driver
 
     def stop(self) -> None:

@@ -11,8 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from shuffle.ids import Token
-from shuffle.mapper.reader import START, PartitionReader, QueueReader, decode_position, encode_position
+from shuffle.mapper.reader import START, Input, PartitionReader
+from shuffle.mapper.readers.checked import CheckedInput
 from shuffle.mapper.readers.folder import FolderReader
+from shuffle.mapper.readers.queue import QueueReader, decode_position, encode_position
 from shuffle.statestore import StateClient
 
 SCHEMA = pa.schema([("n", pa.int64()), ("s", pa.string())])
@@ -35,6 +37,26 @@ class GapReader(PartitionReader):
     def trim(self, row_index: int, token: Token) -> None: ...
 
 
+class LettersInput(Input):
+    """An input of a user's own, whose tokens are as long as the way that was gone."""
+
+    def partition_count(self) -> int:
+        return 1
+
+    def open(self, partition: int) -> PartitionReader:
+        return LettersReader()
+
+
+class LettersReader(PartitionReader):
+    schema = SCHEMA
+
+    def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
+        rows = ROWS.slice(len(token), min(11, end_row_index - begin_row_index))
+        return rows, Token(token + b"x" * rows.num_rows)
+
+    def trim(self, row_index: int, token: Token) -> None: ...
+
+
 def write_files(folder: Path, kind: str) -> None:
     folder.mkdir(parents=True)
     for number, (begin, end) in enumerate([(0, 30), (30, 30), (30, 31), (31, 100)]):
@@ -52,10 +74,14 @@ def write_files(folder: Path, kind: str) -> None:
                 file.write_table(rows, max_chunksize=9)
 
 
-@pytest.fixture(params=["queue", "parquet", "arrow", "arrows", "jsonl", "gaps"])
+@pytest.fixture(params=["queue", "parquet", "arrow", "arrows", "jsonl", "gaps", "own"])
 def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PartitionReader]:
     if request.param == "gaps":
         yield GapReader()
+    elif request.param == "own":
+        with StateClient.open(tmp_path / "store") as client:
+            opened = CheckedInput(LettersInput({}, client, tmp_path), "spec:1: input.class")
+            yield opened.open(0)
     elif request.param == "queue":
         with StateClient.open(tmp_path / "store") as client:
             queue = client.create_queue("in", schema=SCHEMA, partitions=2)

@@ -8,7 +8,8 @@ from shuffle.durable.mapper_state import MAPPERS_KEY, MAPPERS_VALUE
 from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE
 from shuffle.mapper.spill.format import SPILL_SCHEMA
 from shuffle.mapper.spill.store import SPILLS_KEY, SPILLS_VALUE
-from shuffle.spec.config import InputSpec, MapperSpec, ProcessorSpec, ReducerSpec
+from shuffle.spec.config import MapperSpec, ProcessorSpec, ReducerSpec
+from shuffle.spec.inputs import QueueInputSpec
 from shuffle.statestore.client.client import StateClient
 from shuffle.user_code.poison import DEAD_LETTER_SCHEMA
 from tests.sim import kernel
@@ -33,7 +34,7 @@ def job_spec(workload: Workload, rng: Any) -> ProcessorSpec:
     return ProcessorSpec(
         processor="job",
         state="sim",
-        input=InputSpec(queue="input"),
+        input=QueueInputSpec(queue="input"),
         mapper=MapperSpec(
             class_name="sim:SimMapper",
             memory_bytes=rng.choice([3_000, 8_000, 100_000]),

@@ -12,7 +12,7 @@ import shuffle.mapper.daemon
 import shuffle.reducer.daemon
 from shuffle.errors import CommitUnknown, StoreError, UserCodeError
 from shuffle.ids import MapperIndex
-from shuffle.mapper.reader import QueueReader
+from shuffle.mapper.readers.queue import QueueReader
 from shuffle.statestore.client.client import StateClient
 from tests.sim import checkers, faults, flight, kernel, probes, shims
 from tests.sim.clients import Producer, SnapshotReader
@@ -163,8 +163,8 @@ class Simulation:
         daemon: Any = shuffle.mapper.daemon
         daemon.check_against_store = lambda spec, client: self.workload.mapper_count
         daemon.load_class = lambda spec, role: SimMapper
-        daemon.open_reader = lambda spec, index, client, mapper_spec: GapReader(
-            QueueReader(client, "input", index, wait_ms=mapper_spec.read_wait_ms)
+        daemon.open_reader = lambda spec, index, client: GapReader(
+            QueueReader(client, "input", index, wait_ms=spec.mapper.read_wait_ms)
         )
         daemon = shuffle.reducer.daemon
         daemon.load_class = lambda spec, role: SimReducer

@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from shuffle.api import Mapper, PartitionedRowset, Reducer
-from shuffle.mapper.reader import PartitionReader, QueueReader
+from shuffle.mapper.reader import PartitionReader
+from shuffle.mapper.readers.queue import QueueReader
 from tests.sim import kernel, memoise
 
 PLAIN, DROPPED, TWO, MAP_POISON, REDUCE_POISON, HOLE = range(6)

@@ -5,7 +5,8 @@ import pyarrow as pa
 import pytest
 
 from shuffle.ids import InputIndex, ReducerIndex, ShuffleIndex, Token
-from shuffle.mapper.bucket import Bucket, fit
+from shuffle.mapper.bucket import Bucket
+from shuffle.mapper.rows import fit
 from shuffle.mapper.window import Window, WindowEntry
 
 

@@ -15,6 +15,7 @@ from shuffle.errors import SpecError
 from shuffle.limits import MIB
 from shuffle.run.preflight import code_digest, has_progress, nothing_ahead
 from shuffle.spec.config import ProcessorSpec, SpillSpec, check_against_store, load_class, load_spec
+from shuffle.spec.inputs import ClassInputSpec
 from shuffle.statestore import StateClient
 
 JOB = """
@@ -176,7 +177,7 @@ colour: red
     [
         ("count: 2", "", "reducer.count: is missing"),
         ("processor: job\n", "", "processor: is missing"),
-        ("{queue: logs}", "{}", "input: give either queue or folder"),
+        ("{queue: logs}", "{}", "input: give either queue, folder or class"),
         ("{queue: logs}", "logs", "input: a mapping with the keys"),
         ("{queue: logs}", "{queue: [logs]}", "input.queue: a single value is needed here, not a list"),
         ("{queue: logs}", "{queue: }", "input.queue: a single value is needed here, not nothing"),
@@ -195,10 +196,22 @@ colour: red
         ("processor: job", "processor: job\nmax_parallelism: 1", "2 cannot share 1 key groups"),
         ("{queue: logs}", "{queue: logs, format: parquet}", "input.format: is for folders of files"),
         ("{queue: logs}", "{queue: logs", "not YAML"),
+        ("{queue: logs}", '{queue: logs, class: "m:C"}', "input: give either queue, folder or class, not more"),
+        ("{queue: logs}", "{class: nowhere, a: 1}", "input.class: 'nowhere' is not a class"),
+        ("{queue: logs}", '{class: "m:C", a: 1, a: 2}', "input.a: is given twice"),
+        ("{queue: logs}", '{class: "m:C", a: 2026-13-13}', "input.a: cannot be read"),
     ],
 )
 def test_spec_mistake_is_refused(tmp_path: Path, old: str, new: str, expected: str) -> None:
     assert any(expected in line for line in mistakes_of(tmp_path, SPEC.replace(old, new)))
+
+
+def test_spec_input_of_an_own_class_has_options_of_any_name(tmp_path: Path) -> None:
+    own = '{class: "m:C", start: 3, topics: [a, b], format: {deep: true}}'
+    write(tmp_path, SPEC.replace("{queue: logs}", own))
+    spec = load_spec(tmp_path / "job.yaml")
+    assert spec.input == ClassInputSpec("m:C", {"start": 3, "topics": ["a", "b"], "format": {"deep": True}})
+    assert (spec.input.consumes, spec.input.config["start"]) == (None, 3)
 
 
 def test_spec_that_is_missing_or_empty(tmp_path: Path) -> None:

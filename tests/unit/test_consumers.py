@@ -14,7 +14,7 @@ from shuffle.durable.mapper_state import MapperState, state_rows
 from shuffle.durable.tables import mappers_table
 from shuffle.errors import BadInput, OutOfRange, SpecError
 from shuffle.ids import InputIndex, MapperIndex, ShuffleIndex
-from shuffle.mapper.reader import encode_position
+from shuffle.mapper.readers.queue import encode_position
 from shuffle.spec.config import ProcessorSpec, check_against_store, load_spec
 from shuffle.statestore import StateClient
 from shuffle.statestore.admin import commands

@@ -13,14 +13,18 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from shuffle.mapper.reader import encode_position
+from shuffle.ids import Token
+from shuffle.mapper.reader import START, Input, PartitionReader
+from shuffle.mapper.readers.opening import built_in_input, open_input
+from shuffle.mapper.readers.queue import encode_position
 from shuffle.metrics import MapperMetrics, ReducerMetrics, serve_metrics
-from shuffle.run.controller import DrainGoal, drain_goal, look_whether_drained
 from shuffle.run.determinism import check_map, first_difference
+from shuffle.run.drain import drain_goal, look_whether_drained
 from shuffle.run.status import MapperStatus, ProcessorStatus, ReducerStatus, collect
 from shuffle.run.supervisor import RestartPolicy
 from shuffle.run.terminal import ChildView, Rates, progress_line, render
 from shuffle.spec.config import ProcessorSpec, check_against_store, load_spec
+from shuffle.spec.inputs import QueueInputSpec
 from shuffle.statestore import StateClient
 from shuffle.support.logs import get_logger, setup_logging
 from tests.deaths import unexpected
@@ -52,22 +56,54 @@ def test_restart_after_many_deaths_stays_a_number() -> None:
 # Draining ------------------------------------------------------------------------------------------------------------
 
 
-def test_drain_of_a_queue_is_reached_at_the_ends_it_had() -> None:
-    goal = DrainGoal(queue_ends=[10, 0], open_partitions={0, 1})
-    goal.note(1, 0, rows_left=False)
-    goal.note(0, 9, rows_left=False)
+def test_drain_of_a_queue_is_reached_at_the_ends_it_had(client: StateClient) -> None:
+    source = built_in_input(QueueInputSpec("logs"), client)
+    goal = drain_goal(source, 2)
+    client.queue("logs").append(1, client.queue("logs").read(1, 0, max_rows=50)[0])  # Comes too late to count.
+    goal.note(0, encode_position(0))
+    goal.note(1, encode_position(199))
+    assert goal.open_partitions == {1}
+    goal.note(1, None)
     assert not goal.reached
-    goal.note(0, None, rows_left=False)
-    assert not goal.reached
-    goal.note(0, 12, rows_left=False)
+    goal.note(1, encode_position(212))
     assert goal.reached
 
 
-def test_drain_of_a_folder_is_reached_when_nothing_is_left() -> None:
-    goal = DrainGoal(queue_ends=None, open_partitions={0})
-    goal.note(0, None, rows_left=True)
+class Unsure(Input):
+    """An input that does not know its end; its one partition has as many rows as it is told, with gaps between."""
+
+    rows = 1
+
+    def partition_count(self) -> int:
+        return 1
+
+    def open(self, partition: int) -> PartitionReader:
+        return UnsureReader(self.rows)
+
+
+class UnsureReader(PartitionReader):
+    schema = pa.schema([("n", pa.int64())])
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
+        place = len(token)  # Two steps for each row: a gap, and the row.
+        if place >= 2 * self._rows:
+            return self.schema.empty_table(), token
+        return self.schema.empty_table() if place % 2 == 0 else pa.table({"n": [place]}), Token(token + b".")
+
+    def trim(self, row_index: int, token: Token) -> None: ...
+
+
+def test_drain_of_an_input_without_ends_is_reached_when_nothing_is_left(tmp_path: Path, client: StateClient) -> None:
+    source = Unsure({}, client, tmp_path)
+    goal = drain_goal(source, 1)
+    goal.note(0, None)  # Its mapper has not begun.
+    goal.note(0, START)
+    goal.note(0, Token(b"."))
     assert not goal.reached
-    goal.note(0, None, rows_left=False)
+    goal.note(0, Token(b".."))
     assert goal.reached
 
 
@@ -133,7 +169,7 @@ def spec_for(tmp_path: Path, mapper_class: str) -> ProcessorSpec:
 def test_drain_looks_at_persisted_tokens(tmp_path: Path, client: StateClient) -> None:
     spec = spec_for(tmp_path, "Good")
     mapper_count = check_against_store(spec, client)
-    goal = drain_goal(spec, client, mapper_count)
+    goal = drain_goal(open_input(spec, client), mapper_count)
     assert not look_whether_drained(goal, spec, client)
     assert goal.open_partitions == {1}  # Partition 0 never had a row.
     mappers = client.table(spec.mappers_table)

@@ -9,9 +9,11 @@ import pytest
 
 from shuffle.errors import BadInput, CorruptData, OutOfRange, SchemaMismatch, SpecError
 from shuffle.ids import Token
-from shuffle.mapper.reader import START, QueueReader, decode_position, encode_position, open_reader, partition_count
+from shuffle.mapper.reader import START
 from shuffle.mapper.readers.folder import FolderReader, encode_place, partition_folders
-from shuffle.spec.config import InputSpec
+from shuffle.mapper.readers.opening import built_in_input
+from shuffle.mapper.readers.queue import QueueReader, decode_position, encode_position
+from shuffle.spec.inputs import FolderInputSpec, InputSpec, QueueInputSpec, input_described_as
 from shuffle.statestore import StateClient
 
 SCHEMA = pa.schema([("n", pa.int64())])
@@ -133,19 +135,45 @@ def test_empty_folder_takes_its_schema_from_its_siblings(tmp_path: Path) -> None
         _ = FolderReader(tmp_path / "p0").schema
 
 
-def test_open_reader_by_spec(tmp_path: Path) -> None:
+def test_built_in_inputs_open_their_partitions(tmp_path: Path) -> None:
     put(tmp_path / "in" / "p0", "a.parquet", 0)
     put(tmp_path / "in" / "p1", "a.parquet", 1)
     (tmp_path / "in" / ".hidden").mkdir()
     with StateClient.open(tmp_path / "store") as client:
         client.create_queue("in", schema=SCHEMA, partitions=3)
-        assert partition_count(InputSpec(queue="in"), client) == 3
-        assert isinstance(open_reader(InputSpec(queue="in"), 2, client), QueueReader)
-        folder = InputSpec(folder=str(tmp_path / "in"))
-        assert partition_count(folder, client) == len(partition_folders(tmp_path / "in")) == 2
-        assert open_reader(folder, 1, client).read(0, 10, START)[0]["n"].to_pylist() == [1]
+        queue = built_in_input(QueueInputSpec("in"), client)
+        assert (queue.partition_count(), queue.consumes) == (3, "in")
+        assert isinstance(queue.open(2), QueueReader)
+        folder = built_in_input(FolderInputSpec(str(tmp_path / "in")), client)
+        assert folder.partition_count() == len(partition_folders(tmp_path / "in")) == 2
+        assert (folder.consumes, folder.ends(), folder.rows_left({})) == (None, None, {})
+        assert folder.open(1).read(0, 10, START)[0]["n"].to_pylist() == [1]
         with pytest.raises(SpecError, match="no partition 2"):
-            open_reader(folder, 2, client)
+            folder.open(2)
+
+
+def test_queue_input_alone_reads_its_tokens(tmp_path: Path) -> None:
+    with StateClient.open(tmp_path / "store") as client:
+        queue = client.create_queue("in", schema=SCHEMA, partitions=2)
+        queue.append(1, numbers(0, 1, 2))
+        queue.trim(1, 1)
+        source = built_in_input(QueueInputSpec("in"), client)
+        ends = source.ends()
+        assert ends is not None
+        assert [source.reached(1, token, ends[1]) for token in (START, encode_position(2), ends[1])] == [
+            *(False, False, True)
+        ]
+        assert source.reached(0, START, ends[0])
+        assert source.rows_left({1: encode_position(2)}) == {0: 0, 1: 1}
+        assert source.rows_left({}) == {0: 0, 1: 2}
+
+
+@pytest.mark.parametrize("spec", [QueueInputSpec("a b"), FolderInputSpec("/a folder")])
+def test_built_in_input_is_known_by_what_it_calls_itself(tmp_path: Path, spec: InputSpec) -> None:
+    with StateClient.open(tmp_path / "store") as client:
+        assert input_described_as(built_in_input(spec, client).describe()) == spec
+    assert input_described_as('class jobs:Sequence {"rows": 3}') is None
+    assert input_described_as("") is None
 
 
 def test_token_of_a_folder_is_checked(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from shuffle.durable.tables import spill_queue
 from shuffle.errors import CommitUnknown, CorruptData, RowsGone
 from shuffle.ids import NOTHING_COMMITTED, Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.mapper.core import MapperCore
-from shuffle.mapper.reader import QueueReader
+from shuffle.mapper.readers.queue import QueueReader
 from shuffle.mapper.spill.answer import SpillAnswer, SpillRead
 from shuffle.mapper.spill.format import SpillEnd, SpillHead, SpillPart, decode_batch, decode_heads, encode
 from shuffle.mapper.spill.index import Spill

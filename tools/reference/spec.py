@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shuffle.spec import config, spec_file
+from shuffle.spec import config, inputs, spec_file
 from shuffle.support import units
 from tools.reference import text
 
@@ -74,13 +74,22 @@ def regions() -> dict[str, str]:
 def sections() -> dict[str, list[Key]]:
     """The keys by section, in the order in which the classes have them; the top is the section without a name."""
     top = _keys("", config.ProcessorSpec, spec_file._SPEC)
-    return {"": top} | {key.names[0]: _keys(key.names[0], key.inner, key.reader) for key in top if key.inner}
+    return {"": top} | {
+        key.names[0]: [one for holder in holders(key.inner) for one in _keys(key.names[0], holder, key.reader)]
+        for key in top
+        if key.inner
+    }
+
+
+def holders(inner: type[Any]) -> list[type[Any]]:
+    """The classes that hold the keys of a section: of an input, one for each kind."""
+    return [kind.spec for kind in inputs.KINDS.values()] if inner is inputs.InputSpec else [inner]
 
 
 def _keys(section: str, holder: type[Any], reader: Any) -> list[Key]:
     made = _section_of(reader)
     docs = text.attribute_docs(holder)
-    hints = typing.get_type_hints(holder, vars(config) | {"Mapping": Mapping})
+    hints = typing.get_type_hints(holder, vars(config) | vars(inputs) | {"Mapping": Mapping})
     found = []
     for field in dataclasses.fields(holder):
         if field.name not in made["readers"]:
@@ -104,7 +113,7 @@ def _key(section: str, field: dataclasses.Field[Any], made: Mapping[str, Any], d
         tuple(names),
         _kind(reader, hint, inner),
         _allowed(section, field.name, reader),
-        _default(field, reader, said, needed),
+        _default(section, field, reader, said, needed),
         needed,
         text.markdown(meaning),
         inner,
@@ -133,7 +142,7 @@ def _section_of(reader: Any) -> Mapping[str, Any]:
 
 def _kind(reader: Any, hint: Any, inner: type | None) -> str:
     if inner is not None:
-        either = "" if "readers" in inspect.getclosurevars(reader).nonlocals else ", or `true` or `false`"
+        either = ", or `true` or `false`" if "_flag" in inspect.getclosurevars(reader).globals else ""
         return f"mapping, see below{either}"
     if reader in _KINDS:
         return _KINDS[reader][0]
@@ -164,10 +173,12 @@ def _number(value: int, reader: Any) -> str:
     return units.exact_duration(value) if reader is spec_file._DURATION else f"{value:,}"
 
 
-def _default(field: dataclasses.Field[Any], reader: Any, said: str | None, needed: bool) -> str:
+def _default(section: str, field: dataclasses.Field[Any], reader: Any, said: str | None, needed: bool) -> str:
     if needed:
         return "must be given"
     value = field.default
+    if section == "input" and value is dataclasses.MISSING:
+        return "none"  # It names a kind of input, and one of them is given.
     if value is None or value is dataclasses.MISSING:
         return text.markdown(said) if said else "all as below" if value is dataclasses.MISSING else "none"
     if isinstance(value, bool):
@@ -197,7 +208,7 @@ def _line(key: Key) -> str:
     if key.place in EXAMPLE_VALUES:
         return f"{key.names[0]}: {EXAMPLE_VALUES[key.place]}"
     value = key.field.default
-    if value is None:
+    if value is None or (key.section == "input" and value is dataclasses.MISSING):
         return f"# {key.names[0]}: ({key.kind.replace('`', '')})"
     if value is dataclasses.MISSING:
         return f"{key.names[0]}: {{}}"

@@ -1,0 +1,179 @@
+"""The border to an input of the user's own: what its methods raise and return, said in words that help.
+
+What they raise becomes ``UserCodeError`` with the line it comes from, except for errors of this project: a
+``StoreUnavailable`` is tried again, also by the user's wish. What they return is checked once for each call, never for
+each row.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+
+from shuffle.errors import ShuffleError, UserCodeError
+from shuffle.ids import Token
+from shuffle.limits import TOKEN_BYTES_MAX
+from shuffle.mapper.reader import Input, PartitionReader
+from shuffle.user_code.poison import place_of, reason_of
+
+POLL_S = 0.1
+"""How often a reader that does not wait by itself is asked again."""
+
+
+class _Border:
+    """Names the class and the method in whatever goes wrong in it."""
+
+    def __init__(self, where: str, name: str) -> None:
+        self._where = where
+        self._name = name
+
+    @contextmanager
+    def calling(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except ShuffleError:
+            raise
+        except Exception as error:
+            raise self.error(method, f"{reason_of(error)}{place_of(error)}") from error
+
+    def error(self, method: str, what: str) -> UserCodeError:
+        return UserCodeError(f"{self._where}: {self._name}.{method}: {what}")
+
+    def token(self, method: str, token: Any) -> Token:
+        if not isinstance(token, bytes):
+            raise self.error(method, f"a token is bytes, not {type(token).__name__}")
+        if len(token) > TOKEN_BYTES_MAX:
+            raise self.error(method, f"a token of {len(token)} bytes; it may have {TOKEN_BYTES_MAX}")
+        return Token(token)
+
+
+class CheckedReader(PartitionReader):
+    """A reader of the user's own."""
+
+    def __init__(self, reader: PartitionReader, border: _Border) -> None:
+        self._reader = reader
+        self._border = border
+        self._interrupted = threading.Event()
+        self.closes: Input | None = None
+        """An input that nobody else closes."""
+        with border.calling("schema"):
+            schema = reader.schema
+        if not isinstance(schema, pa.Schema):
+            raise border.error("schema", f"must be a pyarrow.Schema, not {type(schema).__name__}")
+        self._schema = schema
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._schema
+
+    def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
+        """Reads again and again for ``wait_ms`` while there is nothing: a reader need not know how to wait."""
+        deadline_s = time.monotonic() + self.wait_ms / 1000
+        while True:
+            rows, after = self._read(begin_row_index, end_row_index, token)
+            left_s = deadline_s - time.monotonic()
+            if rows.num_rows or after != token or left_s <= 0 or self._interrupted.wait(min(left_s, POLL_S)):
+                return rows, after
+
+    def _read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
+        self._reader.wait_ms, self._reader.batch_bytes_max = self.wait_ms, self.batch_bytes_max
+        with self._border.calling("read"):
+            answer = self._reader.read(begin_row_index, end_row_index, token)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise self._border.error("read", f"must return rows and a token, not {type(answer).__name__}")
+        rows, after = answer
+        if not isinstance(rows, pa.Table):
+            raise self._border.error("read", f"must return a pyarrow.Table, not {type(rows).__name__}")
+        if not rows.schema.equals(self._schema):
+            raise self._border.error("read", f"the rows are {_shown(rows.schema)}, the schema {_shown(self._schema)}")
+        wanted = max(1, end_row_index - begin_row_index)
+        if rows.num_rows > wanted:
+            raise self._border.error("read", f"{rows.num_rows} rows, and {wanted} at most were asked for")
+        after = self._border.token("read", after)
+        if rows.num_rows and after == token:
+            raise self._border.error("read", "rows, and a token that has not moved: they would be read for ever")
+        return rows, after
+
+    def trim(self, row_index: int, token: Token) -> None:
+        with self._border.calling("trim"):
+            self._reader.trim(row_index, token)
+
+    def start(self) -> Token:
+        with self._border.calling("start"):
+            token = self._reader.start()
+        return self._border.token("start", token)
+
+    def lag_rows(self, token: Token) -> int | None:
+        with self._border.calling("lag_rows"):
+            return self._reader.lag_rows(token)
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+        with self._border.calling("interrupt"):
+            self._reader.interrupt()
+
+    def close(self) -> None:
+        with self._border.calling("close"):
+            self._reader.close()
+        if self.closes is not None:
+            self.closes.close()
+
+
+class CheckedInput(Input):
+    """An input of the user's own."""
+
+    def __init__(self, inner: Input, where: str) -> None:
+        super().__init__(inner.config, inner.state, inner.folder)
+        self._inner = inner
+        self._name = type(inner).__qualname__
+        self._border = _Border(where, self._name)
+        self._where = where
+        self.consumes = inner.consumes
+
+    def partition_count(self) -> int:
+        with self._border.calling("partition_count"):
+            count = self._inner.partition_count()
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise self._border.error("partition_count", f"must return a whole number, not {count!r}")
+        return count
+
+    def open(self, partition: int) -> PartitionReader:
+        with self._border.calling("open"):
+            reader = self._inner.open(partition)
+        if not isinstance(reader, PartitionReader):
+            raise self._border.error("open", f"must return a PartitionReader, not {type(reader).__name__}")
+        return CheckedReader(reader, _Border(self._where, type(reader).__qualname__))
+
+    def describe(self) -> str:
+        with self._border.calling("describe"):
+            return str(self._inner.describe())
+
+    def ends(self) -> Mapping[int, Token] | None:
+        with self._border.calling("ends"):
+            ends = self._inner.ends()
+        return None if ends is None else {index: self._border.token("ends", end) for index, end in ends.items()}
+
+    def reached(self, partition: int, token: Token, end: Token | None) -> bool:
+        with self._border.calling("reached"):
+            return bool(self._inner.reached(partition, token, end))
+
+    def rows_left(self, tokens: Mapping[int, Token]) -> Mapping[int, int]:
+        with self._border.calling("rows_left"):
+            return self._inner.rows_left(tokens)
+
+    def check_start(self, started: Callable[[], Collection[int]]) -> None:
+        with self._border.calling("check_start"):
+            self._inner.check_start(started)
+
+    def close(self) -> None:
+        with self._border.calling("close"):
+            self._inner.close()
+
+
+def _shown(schema: pa.Schema) -> str:
+    return "{" + ", ".join(f"{field.name}: {field.type}" for field in schema) + "}"

@@ -1,0 +1,62 @@
+"""Opens the input that a spec names: the one that comes with the project, or the user's own class."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shuffle.errors import ShuffleError, SpecError, UserCodeError
+from shuffle.mapper.reader import Input, PartitionReader
+from shuffle.mapper.readers.checked import CheckedInput, CheckedReader
+from shuffle.spec.config import ProcessorSpec, load_input_class
+from shuffle.spec.inputs import KINDS, InputSpec
+from shuffle.user_code.poison import place_of, reason_of
+
+if TYPE_CHECKING:
+    from shuffle.statestore import StateClient
+
+
+def open_input(spec: ProcessorSpec, client: StateClient) -> Input:
+    """The input of ``spec``. ``SpecError`` with the place in the spec if it is the user's own and cannot be had."""
+    if KINDS[spec.input.kind].implementation is not None:
+        return built_in_input(spec.input, client, spec.path.parent)
+    from shuffle.support.config_schema import check_config
+
+    found = load_input_class(spec, Input)
+    where = spec.at("input.class")
+    try:
+        config = check_config(found, spec.input.config)
+    except SpecError as error:
+        raise SpecError(f"{spec.at('input')}: {error.message}", **error.fields) from None
+    try:
+        made: Input = found(config, client, spec.path.parent)
+    except ShuffleError:
+        raise
+    except Exception as error:
+        name = found.__qualname__
+        raise UserCodeError(f"{where}: {name} could not be created: {reason_of(error)}{place_of(error)}") from error
+    return CheckedInput(made, where)
+
+
+def built_in_input(spec: InputSpec, client: StateClient, folder: Path = Path()) -> Input:
+    """The input of a kind that comes with the project."""
+    implementation = KINDS[spec.kind].implementation
+    if implementation is None:
+        raise SpecError("an input of the user's own class can be opened only with its spec")
+    # Loaded here, since Parquet's library would weigh on every mapper that reads a queue.
+    module, _, name = implementation.partition(":")
+    make: Any = getattr(importlib.import_module(module), name)
+    made: Input = make(spec.config, client, folder)
+    return made
+
+
+def open_reader(spec: ProcessorSpec, partition: int, client: StateClient) -> PartitionReader:
+    """A reader for one partition, for a mapper: as patient, and with batches as large, as the spec says."""
+    opened = open_input(spec, client)
+    reader = opened.open(partition)
+    if isinstance(reader, CheckedReader):
+        reader.closes = opened
+    reader.wait_ms = spec.mapper.read_wait_ms
+    reader.batch_bytes_max = spec.mapper.batch_bytes_max
+    return reader

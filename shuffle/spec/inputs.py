@@ -1,0 +1,134 @@
+"""The kinds of input that a spec can name, and the frozen description of each.
+
+A kind is one entry of ``KINDS``: the key that names it in the spec, the class that holds its keys, how their values are
+read, and the class that implements it. The implementation is named by its path and loaded when it is used, since it
+lies in a layer above, and may bring a large library with it. Everything that a kind can *do* is in the implementation
+(``shuffle.mapper.reader.Input``); only what can be told from the spec alone is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+Start = Literal["beginning", "earliest_available"]
+Value = Literal["queue name", "folder", "class"] | tuple[str, ...]
+"""What a key takes: one of the kinds of value that ``spec_file`` can read, or one of several words."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """Where the rows come from. Each kind of input has a subclass of its own."""
+
+    kind: ClassVar[str]
+    """The key of the spec that names the kind."""
+
+    @property
+    def consumes(self) -> str | None:
+        """The queue of the state store that is read and trimmed, if the spec alone says so."""
+        return None
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What the implementation is created with: the keys of the spec and their values."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class QueueInputSpec(InputSpec):
+    """A queue of the state store."""
+
+    kind: ClassVar[str] = "queue"
+
+    queue: str
+    """A queue of the state store. There is one mapper for each of its partitions, and what it has processed is
+    trimmed."""
+    start: Start = "beginning"
+    """Where a processor without state begins in a queue: at its ``beginning``, which is refused if rows of it were
+    trimmed; or at the ``earliest_available`` row, whatever came before it. Default: beginning."""
+
+    @property
+    def consumes(self) -> str | None:
+        return self.queue
+
+
+@dataclass(frozen=True, slots=True)
+class FolderInputSpec(InputSpec):
+    """A folder of files."""
+
+    kind: ClassVar[str] = "folder"
+
+    folder: str
+    """A folder of files, relative to that of the spec. There is one mapper for each of its sub-folders, in the order of
+    their names."""
+    format: str | None = None
+    """What the files of ``folder`` are. Default: by the ending of their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassInputSpec(InputSpec):
+    """An input of the user's own."""
+
+    kind: ClassVar[str] = "class"
+
+    class_name: str
+    """Your subclass of ``Input``, as ``module:Class``. All other keys beside it are options of that class, which finds
+    them in ``self.config``. YAML key: ``class``."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The other keys and their values."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.options
+
+
+@dataclass(frozen=True, slots=True)
+class InputKind:
+    """One kind of input."""
+
+    spec: type[InputSpec]
+    """The description; its first field is the key that names the kind."""
+    implementation: str | None
+    """The subclass of ``Input``, as ``module:Class``; None if the spec names it."""
+    values: Mapping[str, Value]
+    """What each key of this kind takes, by the name of the field."""
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    """What is said of an option of this kind that is given for another one."""
+
+
+KINDS: dict[str, InputKind] = {
+    "queue": InputKind(
+        QueueInputSpec,
+        "shuffle.mapper.readers.queue:QueueInput",
+        {"queue": "queue name", "start": ("beginning", "earliest_available")},
+        {"start": "is for queues; nothing of a folder is trimmed"},
+    ),
+    "folder": InputKind(
+        FolderInputSpec,
+        "shuffle.mapper.readers.folder:FolderInput",
+        {"folder": "folder", "format": ("parquet", "arrow", "jsonl")},
+        {"format": "is for folders of files; a queue has its own schema"},
+    ),
+    "class": InputKind(ClassInputSpec, None, {"class_name": "class"}),
+}
+"""By the key that names each in the spec."""
+
+
+def kinds_in_words() -> str:
+    names = list(KINDS)
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def input_described_as(text: str) -> InputSpec | None:
+    """The built-in input that calls itself ``text``, as ``Input.describe`` does; None if it is none of them.
+
+    This is how the input of a processor is known to those who have only its state and not its spec.
+    """
+    name, _, rest = text.partition(" ")
+    kind = KINDS.get(name)
+    if kind is None or kind.implementation is None or not rest:
+        return None
+    make: Any = kind.spec
+    made: InputSpec = make(rest)
+    return made

@@ -126,11 +126,13 @@ class CommitRequest:
     expects: list[Expect] = field(default_factory=list)
 
     def size_bytes(self) -> int:
-        tables: int = sum(write.size_bytes for write in self.writes)
-        queues: int = sum(
-            payload.size for append in self.appends if isinstance(append, Append) for payload in append.payloads
-        )
-        return tables + queues
+        size_bytes = 0
+        for write in self.writes:
+            size_bytes += write.size_bytes
+        for append in self.appends:
+            if isinstance(append, Append):
+                size_bytes += sum(payload.size for payload in append.payloads)
+        return size_bytes
 
     @property
     def is_empty(self) -> bool:

@@ -130,7 +130,8 @@ class Engine:
         size_bytes = self._checked_size(request, group)
         puts = [self.catalogue.table(write.table_id).checked(write) for write in request.writes]
         rows = [self._checked_append(append) for append in request.appends]
-        check_published_once(request.appends)
+        if request.appends:
+            check_published_once(request.appends)
         if request.reads is not None:
             if request.reads.version > group.version_before:
                 raise BadInput(f"the transaction read at version {request.reads.version}, which has not been yet")
@@ -142,7 +143,9 @@ class Engine:
             self._check_expected(expect, group)
         step = self._checked_catalogue(request, group)
         repeated = [self._repeated(append, group) for append in request.appends]
-        check_sequences([append for append, answer in zip(request.appends, repeated, strict=True) if answer is None])
+        if request.appends:
+            first_time = zip(request.appends, repeated, strict=True)
+            check_sequences([append for append, answer in first_time if answer is None])
         self._check_trims(request.trims, group)
         return Checked(puts, size_bytes, rows, repeated, step)
 

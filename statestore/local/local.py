@@ -182,11 +182,14 @@ class LocalStore:
 
         What rows of a table or queue look like never changes, so it need not be done again.
         """
+        # Without the lock, which the writer holds while it publishes a group: an entry never changes, taking one out of
+        # a dict is one step, and whether the table is still there when its rows are written the engine finds out.
+        catalogue = self._engine.catalogue
         for write in request.writes:
-            self._table(write.table_id).checked(write)
+            catalogue.table(write.table_id).checked(write)
         for append in request.appends:
             if isinstance(append, Append):
-                entry = self._queue(append.queue_id)
+                entry = catalogue.queue(append.queue_id)
                 append.count_rows(entry.schema, entry.not_null)
 
     def _commit(self, request: CommitRequest) -> Committed:

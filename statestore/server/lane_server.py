@@ -50,6 +50,7 @@ from shuffle.statestore.wire.lane_frames import (
     REQUEST_BYTES_MAX,
     RESPONSE_BYTES_MAX,
     decode_frame,
+    encode_committed,
     encode_frame,
     frame_bytes,
     is_small,
@@ -154,13 +155,14 @@ class LaneServer:
         ready = self._selector.select(self._select_s())
         self._now = time.monotonic()
         for key, events in ready:
-            if not isinstance(key.data, Connection):
-                key.data()
-            elif not key.data.gone:
+            connection = key.data
+            if not isinstance(connection, Connection):
+                connection()
+            elif not connection.gone:
                 try:
-                    self._ready(key.data, events)
+                    self._ready(connection, events)
                 except Exception as error:
-                    self._failed(key.data, error)
+                    self._failed(connection, error)
         if self._commits:
             commits, self._commits = self._commits, []
             self._store.submit(commits)
@@ -318,11 +320,12 @@ class LaneServer:
             check_request(header)
             if not is_small(header, rows):
                 raise BadInput(f"the operation {header.get('op')!r}, or so many rows, are sent over Flight")
-            if header["op"] == "commit":
+            operation = header["op"]
+            if operation == "commit":
                 self._commits.append(_LaneCommit(*self._handlers.commit_of(header, rows), self, connection))
                 connection.committing = True
                 return
-            if header["op"] == "read":
+            if operation == "read":
                 self._read(connection, header, time.monotonic() + header["wait_ms"] / 1000)
                 return
             response: tuple[Header, Any] = self._handlers.handle(Request(header, rows))
@@ -429,12 +432,16 @@ class LaneServer:
             self._store.release_moment(moment)
         if isinstance(outcome, ShuffleError):
             self._send(connection, self._handlers.failed(outcome), None)
-        else:
+        elif outcome.appended:
             self._send(connection, self._handlers.committed(outcome), None)
+        else:
+            self._send_frame(connection, encode_committed(outcome.version))
 
     def _send(self, connection: Connection, header: Header, rows: Rows | None) -> None:
+        self._send_frame(connection, self._encoded(header, rows))
+
+    def _send_frame(self, connection: Connection, data: bytes) -> None:
         """Send the response to the connection's request. Called by this thread or by the writer."""
-        data = self._encoded(header, rows)
         connection.sending = True
         # Before it is sent: the client's next request may be here before this thread goes on.
         connection.has_request = connection.committing = False

@@ -24,9 +24,8 @@ from shuffle.support.fields import (
     INT64_MIN,
     UINT32_MAX,
     UINT64_MAX,
+    Checker,
     Field,
-    check_fields,
-    check_items,
     flag,
     number,
     shown,
@@ -150,24 +149,29 @@ CONTROL: dict[str, tuple[Field, ...]] = {
 """The requests of the control plane. That they have these fields, and of which type, is what protobuf sees to."""
 
 
+_REQUEST_CHECKS = {name: Checker(f"the request {name!r}", one.request) for name, one in OPERATIONS.items()}
+_RESPONSE_CHECKS = {name: Checker(f"the response to {name!r}", one.response) for name, one in OPERATIONS.items()}
+_SECTION_CHECKS = {kind: Checker(f"the section {kind!r} of a commit", fields) for kind, fields in SECTIONS.items()}
+
+
 def check_request(header: Mapping[str, Any]) -> None:
     """Raises ``BadInput`` unless the header is that of a request, with all of its fields as they should be."""
     operation = header.get("op")
-    known = OPERATIONS.get(operation) if isinstance(operation, str) else None
-    if known is None:
+    checker = _REQUEST_CHECKS.get(operation) if isinstance(operation, str) else None
+    if checker is None:
         raise BadInput(f"unknown operation {shown(operation)}: client and store are of different versions")
-    check_fields(f"the request {operation!r}", known.request, header)
+    checker.check(header)
 
 
 def check_section(kind: str, *fields: Any) -> None:
     """Raises ``BadInput`` unless these are the fields of a section of a commit."""
-    check_items(f"the section {kind!r} of a commit", SECTIONS[kind], fields)
+    _SECTION_CHECKS[kind].check_items(fields)
 
 
 def check_response(operation: str, header: Mapping[str, Any]) -> None:
     """Raises ``BadInput`` unless the header is one that a store answers ``operation`` with."""
     error = header.get("error")
     if error is None:
-        check_fields(f"the response to {operation!r}", OPERATIONS[operation].response, header)
+        _RESPONSE_CHECKS[operation].check(header)
     elif not isinstance(error, str):
         raise BadInput(f"the response to {operation!r}: an error that is none")

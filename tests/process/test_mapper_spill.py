@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shuffle.durable.tables import spill_queue
-from shuffle.run.controller import spilled_partitions
+from shuffle.run.drain import spilled_partitions
 from shuffle.spec.config import load_spec
 from shuffle.support import flight
 from tests.process.test_mapper_daemon import World

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from shuffle.limits import TICKET_BYTES_MAX
 from shuffle.messages import GENERATION_MAX, GetRows, SharedRows, Tail
 from shuffle.statestore.wire.operations import CONTROL, OPERATIONS, SECTIONS, check_request, check_response
 from shuffle.statestore.wire.proto import control_pb2 as pb
-from shuffle.support.fields import Field, check_fields, check_items, flag, number, parse_json, text
+from shuffle.support.fields import Checker, Field, check_fields, check_items, flag, number, parse_json, text
 from shuffle.support.shared_memory import Note
 
 FIELDS = (
@@ -90,8 +91,59 @@ def test_places_are_as_many_as_there_are_fields() -> None:
             check_items("a message", fields, items)
 
 
+VALUES = st.one_of(
+    st.none(),
+    st.sampled_from([-2, -1, 0, 9, 10, 2**63 - 1, 2**63, 2**70, True, False, 1.0, "", "ab", "abcd", "äää", "\ud800"]),
+    st.sampled_from([b"ab", [], [1], {}]),
+)
+
+
+def refusal(check: Callable[..., None], *arguments: Any) -> tuple[type[BadInput], str, Any] | None:
+    try:
+        check(*arguments)
+    except BadInput as error:
+        return type(error), error.message, error.fields
+    return None
+
+
+@given(message=st.dictionaries(st.sampled_from([field.name for field in FIELDS] + ["more"]), VALUES))
+def test_checker_says_of_a_message_what_the_function_does(message: dict[str, Any]) -> None:
+    expected = refusal(check_fields, "a message", FIELDS, message)
+    assert refusal(Checker("a message", FIELDS).check, message) == expected
+
+
+@given(items=st.lists(VALUES, min_size=len(FIELDS) - 1, max_size=len(FIELDS) + 1))
+def test_checker_says_of_places_what_the_function_does(items: list[Any]) -> None:
+    expected = refusal(check_items, "a message", FIELDS, items)
+    assert refusal(Checker("a message", FIELDS).check_items, items) == expected
+
+
+def test_checker_takes_what_is_right() -> None:
+    right = {"n": -1, "maybe": None, "name": "ä é"[:2], "id": "ab", "on": True, "parts": []}
+    checker = Checker("a message", FIELDS)
+    checker.check(right)
+    checker.check_items(list(right.values()))
+
+
+@pytest.mark.parametrize("data", [b" [1]", b"[1]\n", "\t[1] \r\n"])
+def test_white_space_around_json_is_none_of_it(data: bytes | str) -> None:
+    assert parse_json(data) == [1]
+
+
 @pytest.mark.parametrize(
-    "data", [b"NaN", b"[Infinity]", b'{"a":-Infinity}', b"[" * 100_000, b'{"a":' * 100_000, b"\xff"]
+    "data",
+    [
+        b"[1] 2",
+        b"[1]]",
+        b"",
+        b" ",
+        b"NaN",
+        b"[Infinity]",
+        b'{"a":-Infinity}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"\xff",
+    ],
 )
 def test_what_is_not_json_is_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError):

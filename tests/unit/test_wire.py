@@ -15,7 +15,14 @@ from shuffle.limits import TICKET_BYTES_MAX
 from shuffle.statestore.codec.arrow_bytes import listed
 from shuffle.statestore.key_range import KeyRange
 from shuffle.statestore.request import Append, CommitRequest, Expect, Publish, Reads, TableWrite, Trim
-from shuffle.statestore.wire.lane_frames import REQUEST_BYTES_MAX, decode_frame, encode_frame, frame_bytes, is_small
+from shuffle.statestore.wire.lane_frames import (
+    REQUEST_BYTES_MAX,
+    decode_frame,
+    encode_committed,
+    encode_frame,
+    frame_bytes,
+    is_small,
+)
 from shuffle.statestore.wire.messages import (
     FRAME,
     Header,
@@ -248,6 +255,11 @@ def test_damaged_frame_is_refused_or_has_as_many_keys_as_values(cut: int, at: in
     with contextlib.suppress(BadInput):
         _, rows = decode_frame(bytes(data[: max(len(data) - cut, 0)]))
         assert rows is None or len(rows[0]) == len(rows[1])
+
+
+@pytest.mark.parametrize("version", [0, 7, 2**63 - 1])
+def test_answer_to_a_commit_is_filled_in_as_it_would_be_encoded(version: int) -> None:
+    assert encode_committed(version) == encode_frame({"version": version, "appended": ()}, None)
 
 
 def test_lane_takes_only_what_is_small_and_quickly_answered() -> None:

@@ -25,21 +25,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import pyarrow as pa
 
 from shuffle.durable.mapper_state import MapperState
+from shuffle.durable.spill_ends import SpillEnd
 from shuffle.errors import BadInput, RowsGone, SplitBrain, StaleGeneration, StaleMapper, StoreUnavailable
 from shuffle.ids import Guid, InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB
 from shuffle.mapper.bucket import Bucket, ServedBatch
 from shuffle.mapper.claims import Claims
-from shuffle.mapper.entry_life import PERSIST, Life, after
+from shuffle.mapper.entry_life import PERSIST, after
 from shuffle.mapper.spill.answer import SpillRead
-from shuffle.mapper.spill.format import SpillEnd, SpillPart
+from shuffle.mapper.spill.format import SpillPart
 from shuffle.mapper.spill.index import Spill
 from shuffle.mapper.spill.policy import Spilling, Watched, spill_part
+from shuffle.mapper.trim_plan import RetiredRange, TrimPlan
 from shuffle.mapper.window import EntryPart, MappedBatch, MappedPart, Window, WindowEntry, WindowSize
 from shuffle.messages import GetRows, Tail
 from shuffle.spec.config import SpillSpec
@@ -50,33 +51,6 @@ a trim that was recorded in the meantime; more than a few such trims do not fit 
 
 DEAD_LETTER_BYTES_MAX = 64 * MIB
 """Dead letters in one trim. A transaction has a limit, so more of them take several."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrimPlan:
-    """One transaction: if the persisted state is ``expected``, append ``dead_letters``, store ``spill`` and write
-    ``state``."""
-
-    expected: MapperState
-    state: MapperState
-    dead_letters: pa.Table | None
-    spill: Mapping[ReducerIndex, Sequence[SpillPart]] = field(default_factory=dict)
-    """Per straggler: its uncommitted rows before ``state``, in their order."""
-    claims: Mapping[ReducerIndex, ShuffleIndex] = field(default_factory=dict)
-    """See ``MapperCore.claims``: what must be true before this is committed."""
-    freed: Mapping[ReducerIndex, ShuffleIndex] = field(default_factory=dict)
-    """Per straggler: the last of its rows that is in neither the window nor the spill, being committed."""
-
-
-@dataclass(slots=True)
-class _Retired:
-    """A range that left the window and is not persisted yet."""
-
-    state: MapperState
-    dead_letters: list[pa.Table] = field(default_factory=list)
-    dead_letter_bytes: int = 0
-    life: Life = Life.RETIRED
-    """Of all entries in the range."""
 
 
 class MapperCore:
@@ -117,7 +91,7 @@ class MapperCore:
         self.persisted = persisted or MapperState()
         self._own = deque([self.persisted], maxlen=OWN_STATES_MAX)
         self._attempts: deque[MapperState] = deque(maxlen=OWN_STATES_MAX)
-        self._retired: deque[_Retired] = deque()
+        self._retired: deque[RetiredRange] = deque()
         self._dead_letter_bytes = 0
         self._window = Window()
         self._buckets = [Bucket(ReducerIndex(index)) for index in range(self.reducer_count)]
@@ -425,10 +399,10 @@ class MapperCore:
                 if self._retired and not self._retired[-1].dead_letters:
                     self._retired[-1].state = state
                 else:
-                    self._retired.append(_Retired(state))
+                    self._retired.append(RetiredRange(state))
             else:
                 letter_bytes = int(entry.dead_letters.get_total_buffer_size())
-                self._retired.append(_Retired(state, [entry.dead_letters], letter_bytes))
+                self._retired.append(RetiredRange(state, [entry.dead_letters], letter_bytes))
                 self._dead_letter_bytes += letter_bytes
 
     def trim_plan(self) -> TrimPlan | None:

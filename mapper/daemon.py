@@ -24,12 +24,14 @@ from shuffle.mapper.mapping import Mapping
 from shuffle.mapper.readers.opening import open_reader
 from shuffle.mapper.serve import MapperServer
 from shuffle.metrics import MapperMetrics, serve_metrics
-from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
+from shuffle.preflight.check import check_against_store
+from shuffle.spec.config import ProcessorSpec
 from shuffle.support.endpoint import advertised
 from shuffle.support.exit_codes import report
 from shuffle.support.logs import get_logger, setup_logging, stamped
 from shuffle.support.retry import patiently
 from shuffle.user_code.create import create
+from shuffle.user_code.load import load_class
 from shuffle.user_code.poison import DEAD_LETTER_SCHEMA
 
 if TYPE_CHECKING:

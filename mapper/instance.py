@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from shuffle.api import WorkerSpec
 from shuffle.discovery import Membership
 from shuffle.durable.mapper_state import lookup_committed
+from shuffle.durable.spill_ends import SpillEnd
 from shuffle.durable.tables import mappers_group
 from shuffle.errors import FalseClaim, ShuffleError, SplitBrain, UserCodeError
 from shuffle.ids import MapperIndex, ReducerIndex
@@ -29,7 +30,6 @@ from shuffle.mapper.mapping import Mapping as MapStage
 from shuffle.mapper.reader import PartitionReader
 from shuffle.mapper.serve import HostedMapper
 from shuffle.mapper.shared_core import SharedCore
-from shuffle.mapper.spill.format import SpillEnd
 from shuffle.mapper.spill.store import SpillStore
 from shuffle.mapper.trim import Trimmer
 from shuffle.metrics import MapperMetrics

@@ -13,13 +13,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shuffle.durable.mapper_state import MapperState, lookup_committed, lookup_state, state_rows
+from shuffle.durable.spill_ends import SpillEnd
 from shuffle.durable.tables import mappers_table
 from shuffle.errors import CommitConflict, CommitUnknown, DiskFull, Expired, ShuffleError, TooLarge
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
-from shuffle.mapper.core import MapperCore, TrimPlan
+from shuffle.mapper.core import MapperCore
 from shuffle.mapper.reader import PartitionReader
-from shuffle.mapper.spill.format import SpillEnd
 from shuffle.mapper.spill.store import Prepared, SpillStore
+from shuffle.mapper.trim_plan import TrimPlan
 from shuffle.support import crash_points
 from shuffle.support.logs import get_logger
 

@@ -44,6 +44,7 @@ from perf.parts.straggler_parts import (
     wait_for_empty_spill,
     write_spec,
 )
+from shuffle.durable.spill_ends import SpillEnd
 from shuffle.durable.tables import mappers_group
 from shuffle.errors import ShuffleError
 from shuffle.examples import processes
@@ -52,7 +53,7 @@ from shuffle.examples.generate import fill
 from shuffle.examples.local import LocalSystem
 from shuffle.examples.workload import Workload, difference, oracle_part, oracle_sum
 from shuffle.ids import NOTHING_COMMITTED
-from shuffle.mapper.spill.format import SpillEnd, SpillPart, decode_batch, decode_heads, encode
+from shuffle.mapper.spill.format import SpillPart, decode_batch, decode_heads, encode
 from shuffle.statestore import StateClient
 
 AWAY = 3

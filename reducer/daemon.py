@@ -26,6 +26,7 @@ from shuffle.errors import (
 )
 from shuffle.ids import MapperIndex, ReducerIndex, new_guid
 from shuffle.metrics import ReducerMetrics, serve_metrics
+from shuffle.preflight.check import check_against_store
 from shuffle.reducer.commit import Committer
 from shuffle.reducer.connections import ClientPool
 from shuffle.reducer.core import FetchLimits, ReducerCore
@@ -34,7 +35,7 @@ from shuffle.reducer.fetch import Fetcher, RowLocator
 from shuffle.reducer.reduce import ReduceStage
 from shuffle.reducer.row_cache import KnownRows
 from shuffle.reducer.shared_core import SharedCore
-from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
+from shuffle.spec.config import ProcessorSpec
 from shuffle.statestore import StateClient
 from shuffle.support import crash_points
 from shuffle.support.exit_codes import report
@@ -42,6 +43,7 @@ from shuffle.support.logs import get_logger
 from shuffle.support.retry import Backoff, patiently
 from shuffle.support.vital_threads import start_vital
 from shuffle.user_code.create import create
+from shuffle.user_code.load import load_class
 
 STOP_S_MAX = 10.0
 """For the reduce and the commit that are under way when the reducer is told to stop; then it leaves without them."""

@@ -298,11 +298,12 @@ def _run_options(options: argparse.Namespace, screen: bool) -> RunOptions:
 
 def _check(options: argparse.Namespace) -> int:
     from shuffle.errors import SpecError
+    from shuffle.preflight.check import check_against_store
     from shuffle.run.controller import not_deterministic
     from shuffle.run.determinism import check_map, describe
     from shuffle.run.store_service import log_folder, opened, require_store, served_store
     from shuffle.run.supervisor import Supervisor
-    from shuffle.spec.config import check_against_store, load_spec
+    from shuffle.spec.config import load_spec
 
     given = load_spec(options.spec)
     require_store(given)

@@ -34,9 +34,14 @@ class ShuffleDataSource(DataSource):
             from shuffle.spark_connector.batch import batch_schema
 
             return batch_schema(Options.check("read", self._given))
+        options = Options.check("read stream", self._given)
+        if (options.text("work") or "read") != "read":
+            from shuffle.spark_connector.reduce import handed_over_schema
+
+            return handed_over_schema(options)
         from shuffle.spark_connector.source.reader import stream_schema
 
-        return stream_schema(Options.check("read stream", self._given))
+        return stream_schema(options)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         from shuffle.spark_connector.batch import batch_reader
@@ -44,9 +49,14 @@ class ShuffleDataSource(DataSource):
         return batch_reader(Options.check("read", self._given), schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
-        from shuffle.spark_connector.source.reader import stream_reader
+        options = Options.check("read stream", self._given)
+        if options.choice("work", ["read", "reduce"], "read") == "reduce":
+            from shuffle.spark_connector.reduce import ReduceStreamReader
 
-        return stream_reader(Options.check("read stream", self._given), schema)
+            return ReduceStreamReader(options, schema)
+        from shuffle.spark_connector.source.reader import ShuffleStreamReader
+
+        return ShuffleStreamReader(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         from shuffle.spark_connector.sink.writer import QueueBatchWriter, TableBatchWriter, queue_target

@@ -23,6 +23,7 @@ from pyspark.sql import SparkSession
 from shuffle.durable.query_lease import refuse_beside_query
 from shuffle.errors import ShuffleError, SpecError, StoreUnavailable
 from shuffle.mapper.readers.opening import open_input
+from shuffle.preflight.check import check_against_store
 from shuffle.run.controller import (
     RunOptions,
     log_folder,
@@ -33,7 +34,7 @@ from shuffle.run.dead_letters import last_words
 from shuffle.run.determinism import check_map
 from shuffle.run.drain import drain_goal, look_whether_drained
 from shuffle.run.supervisor import Supervisor
-from shuffle.spec.config import ProcessorSpec, check_against_store
+from shuffle.spec.config import ProcessorSpec
 from shuffle.spec.index_sets import indexes_text, share_out
 from shuffle.statestore import StateClient
 from shuffle.support.endpoint import Endpoint, bracketed, host_towards

@@ -23,9 +23,10 @@ from pyspark.sql.types import StructType
 
 from shuffle.api import Reducer, WorkerSpec
 from shuffle.durable.reducer_state import ReducerState
+from shuffle.durable.spill_ends import done_row_indexes
 from shuffle.errors import BadInput, RowsGone, ShuffleError, SplitBrain, StoreUnavailable
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex, new_guid
-from shuffle.mapper.spill.store import done_row_indexes
+from shuffle.preflight.check import check_against_store
 from shuffle.reducer.commit import Committer
 from shuffle.reducer.core import ReduceBatch, ReducerCore, Settled
 from shuffle.reducer.cycle import ReduceCycle, Surroundings
@@ -38,10 +39,11 @@ from shuffle.spark_connector.source.processor import Processor, Produced
 from shuffle.spark_connector.source.query_lease import begin_task
 from shuffle.spark_connector.source.reader import DriverSide, ReducerPart, StreamReaderBase, source_processor
 from shuffle.spark_connector.waiting import Waiting
-from shuffle.spec.config import ProcessorSpec, check_against_store, load_class
+from shuffle.spec.config import ProcessorSpec
 from shuffle.statestore import StateClient
 from shuffle.support.retry import Backoff
 from shuffle.user_code.create import create
+from shuffle.user_code.load import load_class
 
 SUMMARY_SCHEMA = pa.schema(
     [

@@ -33,13 +33,14 @@ FLOORS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("spark.base", "options, schemas"),
         ),
     ),
-    ("a run", (("run", "controller, supervisor, checks before the start, status, screen, dead letters"),)),
+    ("a run", (("run", "controller, supervisor, status, screen, dead letters, upgrade"),)),
     (
         "workers",
         (
             ("reducer", "fetch, reduce, commit"),
             ("mapper", "ingest, map, GetRows, trim"),
             ("mapper.spill", "stragglers"),
+            ("preflight", "checks before the start"),
             ("mapper.readers", "queue, folder"),
             ("mapper.window", "window, bucket"),
         ),
@@ -47,8 +48,8 @@ FLOORS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (
         "what a job is",
         (
-            ("spec", "YAML, frozen objects"),
             ("user_code", "load, call, poison"),
+            ("spec", "YAML, frozen objects"),
             ("jobs", "ready-made"),
             ("partition", "key groups"),
             ("api", "Mapper, Reducer, messages"),

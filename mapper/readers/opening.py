@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shuffle.errors import ShuffleError, SpecError, UserCodeError
 from shuffle.mapper.reader import Input, PartitionReader
 from shuffle.mapper.readers.checked import CheckedInput, CheckedReader
-from shuffle.spec.config import ProcessorSpec, load_input_class
+from shuffle.spec.config import ProcessorSpec
 from shuffle.spec.inputs import KINDS, InputSpec
+from shuffle.user_code.load import load_input_class
 from shuffle.user_code.poison import place_of, reason_of
 
 if TYPE_CHECKING:
@@ -21,7 +24,7 @@ def open_input(spec: ProcessorSpec, client: StateClient) -> Input:
     """The input of ``spec``. ``SpecError`` with the place in the spec if it is the user's own and cannot be had."""
     if KINDS[spec.input.kind].implementation is not None:
         return built_in_input(spec.input, client, spec.path.parent)
-    from shuffle.support.config_schema import check_config
+    from shuffle.config_schema import check_config
 
     found = load_input_class(spec, Input)
     where = spec.at("input.class")
@@ -60,3 +63,12 @@ def open_reader(spec: ProcessorSpec, partition: int, client: StateClient) -> Par
     reader.wait_ms = spec.mapper.read_wait_ms
     reader.batch_bytes_max = spec.mapper.batch_bytes_max
     return reader
+
+
+@contextmanager
+def mistakes_located(spec: ProcessorSpec) -> Iterator[None]:
+    """What an input finds wrong with itself, with its place in the spec."""
+    try:
+        yield
+    except SpecError as error:
+        raise SpecError(f"{spec.at(f'input.{spec.input.kind}')}: {error.message}", **error.fields) from None

@@ -14,12 +14,13 @@ No I/O, no threads, no clocks in here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from shuffle.durable.spill_ends import SpillEnd
 from shuffle.errors import CorruptData
 from shuffle.ids import NOTHING_COMMITTED, ShuffleIndex
 from shuffle.limits import MIB
@@ -61,24 +62,6 @@ class SpillPart(NamedTuple):
     rows: pa.RecordBatch
     row_indexes: Indexes
     times_us: Indexes
-
-
-@dataclass(frozen=True, slots=True)
-class SpillEnd:
-    """Where the spill of one (mapper, reducer) ends: its row in the table ``<processor>/spills``."""
-
-    position: int = 0
-    """Of the next batch in the partition."""
-    last_row_index: ShuffleIndex = NOTHING_COMMITTED
-    """Of the last row spilled."""
-    rows: int = 0
-    """Ever spilled, over the life of the processor."""
-    nbytes: int = 0
-    """The bytes of those rows in memory."""
-    stored_bytes: int = 0
-    """What was written for them."""
-    since_ms: int = 0
-    """When the spill was last begun, being empty; wall clock."""
 
 
 class SpillHead(NamedTuple):

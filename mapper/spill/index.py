@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
 
+from shuffle.durable.spill_ends import SpillEnd
 from shuffle.ids import NOTHING_COMMITTED, ShuffleIndex
-from shuffle.mapper.spill.format import SpillEnd, SpillHead
+from shuffle.mapper.spill.format import SpillHead
 
 HEADS_MAX = 4096
 """Spilled batches that were read and are not committed yet, of which a mapper remembers where they end: 8 GiB of rows.

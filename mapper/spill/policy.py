@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shuffle.durable.spill_ends import SpillEnd
 from shuffle.ids import ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
 from shuffle.mapper.bucket import Bucket
-from shuffle.mapper.spill.format import SpillEnd, SpillPart
+from shuffle.mapper.spill.format import SpillPart
 from shuffle.mapper.spill.index import Spill
 from shuffle.mapper.spill.stragglers import Seen, Stragglers
 from shuffle.mapper.window import EntryPart, Window, WindowEntry

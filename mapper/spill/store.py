@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from shuffle.durable.mapper_state import MapperState, lookup_state
+from shuffle.durable.spill_ends import SpillEnd, lookup_spills, spill_rows
 from shuffle.durable.tables import spill_queue, spills_table
-from shuffle.errors import CommitUnknown, OutOfRange, StoreUnavailable, UnknownTable
+from shuffle.errors import CommitUnknown, OutOfRange, StoreUnavailable
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
 from shuffle.mapper.bucket import ServedBatch
@@ -26,7 +27,6 @@ from shuffle.mapper.spill.answer import SpillAnswer, SpillRead
 from shuffle.mapper.spill.format import (
     SPILL_SCHEMA,
     SpilledBatch,
-    SpillEnd,
     SpillHead,
     SpillPart,
     decode_batch,
@@ -37,20 +37,7 @@ from shuffle.mapper.spill.index import Spill
 from shuffle.spec.config import Compression
 
 if TYPE_CHECKING:
-    from shuffle.statestore import Snapshot, StateClient, Transaction
-
-SPILLS_KEY = pa.schema([("mapper_index", pa.int32()), ("reducer_index", pa.int32())])
-SPILLS_VALUE = pa.schema(
-    [
-        ("position", pa.int64()),
-        ("last_row_index", pa.int64()),
-        ("rows", pa.int64()),
-        ("bytes", pa.int64()),
-        ("stored_bytes", pa.int64()),
-        ("since_ms", pa.int64()),
-    ]
-)
-SPILLS_ROW = pa.schema([*SPILLS_KEY, *SPILLS_VALUE])
+    from shuffle.statestore import StateClient, Transaction
 
 STAGED_BYTES_MIN = 1 * MIB
 """Less than this is not worth a file of its own, and does not hold up the store's writer for long."""
@@ -69,61 +56,6 @@ LOAD_ATTEMPTS_MAX = 5
 
 CACHED_MAX = 4
 """Spilled batches kept, of different reducers: small answers would else decode each batch again and again."""
-
-
-def lookup_spills(
-    source: StateClient | Transaction | Snapshot,
-    processor: str,
-    mapper_index: MapperIndex,
-    reducers: Sequence[ReducerIndex],
-) -> dict[ReducerIndex, SpillEnd]:
-    """Where the spills of these reducers end, as ``source`` sees it; those that were never spilled for are absent."""
-    mappers = pa.array([mapper_index] * len(reducers), pa.int32())
-    keys = pa.table([mappers, pa.array(reducers, pa.int32())], schema=SPILLS_KEY)
-    return {
-        ReducerIndex(row["reducer_index"]): SpillEnd(
-            row["position"],
-            ShuffleIndex(row["last_row_index"]),
-            row["rows"],
-            row["bytes"],
-            row["stored_bytes"],
-            row["since_ms"],
-        )
-        for row in source.lookup(spills_table(processor), keys).to_pylist()
-    }
-
-
-def done_row_indexes(
-    source: StateClient | Transaction | Snapshot,
-    processor: str,
-    mapper_index: MapperIndex,
-    committed: Mapping[ReducerIndex, ShuffleIndex],
-) -> dict[ReducerIndex, ShuffleIndex]:
-    """Per reducer, up to where nothing of this mapper is left for it, given what it has ``committed``.
-
-    That is the mapper's persisted state, even where the reducer's own last row is far below, unless rows between the
-    two are in the spill. ``source`` should see one moment.
-    """
-    state = lookup_state(source, processor, mapper_index) or MapperState()
-    try:
-        spills = lookup_spills(source, processor, mapper_index, list(committed))
-    except UnknownTable:
-        spills = {}  # No mapper that can spill has ever run here.
-    return {
-        reducer: last
-        if reducer in spills and spills[reducer].last_row_index > last
-        else max(last, ShuffleIndex(state.shuffle_unread_row_index - 1))
-        for reducer, last in committed.items()
-    }
-
-
-def spill_rows(mapper_index: MapperIndex, ends: Mapping[ReducerIndex, SpillEnd]) -> pa.Table:
-    rows = [
-        (mapper_index, reducer, e.position, e.last_row_index, e.rows, e.nbytes, e.stored_bytes, e.since_ms)
-        for reducer, e in ends.items()
-    ]
-    columns = zip(*rows, strict=True)
-    return pa.table([pa.array(c, f.type) for c, f in zip(columns, SPILLS_ROW, strict=True)], schema=SPILLS_ROW)
 
 
 @dataclass(slots=True)

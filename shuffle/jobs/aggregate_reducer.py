@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shuffle.api import Reducer, WorkerSpec
+from shuffle.config_schema import check_config
 from shuffle.errors import NullKey, SchemaMismatch, SpecError
 from shuffle.jobs.aggregates import Aggregate, state_type
 from shuffle.jobs.columns import check_column, check_names
 from shuffle.limits import MIB
-from shuffle.support.config_schema import check_config
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient, Transaction

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shuffle.api import Mapper, PartitionedRowset, WorkerSpec
+from shuffle.config_schema import check_config
 from shuffle.errors import SpecError
 from shuffle.jobs.columns import check_column, check_names
 from shuffle.partition import hash_partition
-from shuffle.support.config_schema import check_config
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from shuffle.durable.query_lease import refuse_beside_query
 from shuffle.errors import ShuffleError, SpecError, StoreUnavailable, UserCodeError
 from shuffle.mapper.readers.opening import open_input
+from shuffle.preflight.check import check_against_store
 from shuffle.run.dead_letters import last_words
 from shuffle.run.determinism import Difference, check_map
 from shuffle.run.drain import DrainGoal, drain_goal, look_whether_drained
@@ -34,7 +35,7 @@ from shuffle.run.status import ProcessorStatus, StatusCollector
 from shuffle.run.store_service import StoreKeeper, answering_address, log_folder, opened, require_store, served_store
 from shuffle.run.supervisor import Child, RestartPolicy, Supervisor
 from shuffle.run.terminal import ChildView, Rates, progress_line, render
-from shuffle.spec.config import ProcessorSpec, check_against_store
+from shuffle.spec.config import ProcessorSpec
 from shuffle.spec.index_sets import indexes_text, share_out
 from shuffle.support.exit_codes import EXIT_SPEC, EXIT_USER_CODE
 from shuffle.support.logs import get_logger

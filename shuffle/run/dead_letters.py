@@ -25,14 +25,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 
 from shuffle.api import Reducer, WorkerSpec
+from shuffle.durable.meta import META_KEY, META_ROW
 from shuffle.durable.tables import reducers_group
 from shuffle.errors import BadInput, CommitConflict, ShuffleError, SpecError, UserCodeError
 from shuffle.ids import new_guid
 from shuffle.limits import MIB
-from shuffle.run.preflight import META_KEY, META_ROW, count_mappers
-from shuffle.spec.config import ProcessorSpec, load_class
+from shuffle.preflight.check import count_mappers
+from shuffle.spec.config import ProcessorSpec
 from shuffle.support.logs import get_logger
 from shuffle.user_code.create import create
+from shuffle.user_code.load import load_class
 from shuffle.user_code.poison import (
     DEAD_LETTER_SCHEMA,
     decode_row,

@@ -28,8 +28,9 @@ from shuffle.ids import Guid, Token
 from shuffle.mapper.readers.opening import open_input
 from shuffle.partition import check_partition_indexes
 from shuffle.run import launch
-from shuffle.spec.config import ProcessorSpec, load_class, load_spec
+from shuffle.spec.config import ProcessorSpec, load_spec
 from shuffle.user_code.create import create
+from shuffle.user_code.load import load_class
 from shuffle.user_code.poison import locate_poison, place_of, split_rows
 
 if TYPE_CHECKING:

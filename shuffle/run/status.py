@@ -14,12 +14,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from shuffle.discovery import MapperAddress, arrange_mappers
+from shuffle.durable.reducer_state import ReducerState
 from shuffle.durable.tables import mappers_group, reducers_group
 from shuffle.errors import ShuffleError, UnknownTable
 from shuffle.ids import Token
 from shuffle.mapper.readers.opening import open_input
+from shuffle.preflight.check import count_partitions
 from shuffle.run.dead_letters import DeadLetterQueue, dead_letter_queues
-from shuffle.run.preflight import committed_indices, count_partitions
 from shuffle.spec.config import ProcessorSpec
 from shuffle.support import flight
 
@@ -172,7 +173,8 @@ class StatusCollector:
         answers = [answer for answer in live if answer is not None]
         found = []
         for index in range(max(self._spec.reducer.count, *(index + 1 for index in rows), 1)):
-            committed = committed_indices(rows[index]).tolist() if index in rows else [-1] * mapper_count
+            state = ReducerState.decode_any(rows[index]) if index in rows else ReducerState.initial(mapper_count)
+            committed = [int(last) for last in state.committed_row_indices]
             found.append(_reducer(index, committed, guids.get(index, []), answers))
         return found
 

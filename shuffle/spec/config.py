@@ -2,7 +2,7 @@
 
 ``load_spec`` reads a file and names every mistake in it at once, each with its line; nothing has been started or
 touched by then. What can only be known by asking the store (does the queue exist, does the state fit) is asked in
-``shuffle.run.preflight``; its ``check_against_store`` can be imported from here too.
+``shuffle.preflight``.
 
 A key that takes a time or a size may be written in two ways: with its unit in the name and a plain number
 (``trim_period_ms: 500``), or without it and the unit in the value (``trim_period: 500ms``, ``memory: 256MiB``).
@@ -316,26 +316,3 @@ def load_spec(path: str | os.PathLike[str]) -> ProcessorSpec:
     if not is_address(address):
         raise SpecError(f"the environment's SHUFFLE_STATE is {address!r}, which is not {' or '.join(address_forms())}")
     return replace(spec, state=address)
-
-
-def load_class(spec: ProcessorSpec, role: Literal["mapper", "reducer"]) -> type[Any]:
-    """The user's class for ``role``, imported and checked to be a ``Mapper`` or ``Reducer``."""
-    from shuffle.run.preflight import import_class
-
-    return import_class(spec, role)
-
-
-def load_input_class(spec: ProcessorSpec, base: type[Any]) -> type[Any]:
-    """The user's class for ``input: {class: …}``, imported and checked to be a subclass of ``base``."""
-    from shuffle.run.preflight import import_input_class
-
-    return import_input_class(spec, base)
-
-
-def check_against_store(
-    spec: ProcessorSpec, client: StateClient, accept_new_map: bool = False, register: bool = True
-) -> int:
-    """Everything about ``spec`` that only the store can tell; creates the processor's tables. The number of mappers."""
-    from shuffle.run import preflight
-
-    return preflight.check_against_store(spec, client, accept_new_map, register)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from shuffle.api import WorkerSpec
+from shuffle.config_schema import check_config
 from shuffle.errors import SpecError, UserCodeError
-from shuffle.support.config_schema import check_config
 from shuffle.user_code.poison import is_transient, place_of, reason_of
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from shuffle.durable.spill_ends import done_row_indexes
 from shuffle.durable.tables import meta_table, reducers_group, reducers_table
 from shuffle.errors import BadInput, RowsGone
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
-from shuffle.mapper.spill.store import done_row_indexes
 from shuffle.spark_connector.source.offsets import Indexes
 from shuffle.spark_connector.source.processor import Processor, Shape
 from shuffle.spark_connector.source.query_lease import QueryLease

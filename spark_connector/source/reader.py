@@ -73,10 +73,6 @@ def source_processor(options: Options) -> tuple[Processor, ProcessorSpec | None]
 
 
 def stream_schema(options: Options) -> StructType:
-    if (options.text("work") or "read") != "read":
-        from shuffle.spark_connector.reduce import handed_over_schema
-
-        return handed_over_schema(options)
     if options.text("emit"):
         raise BadInput("the option 'emit' is for reducers that run in Spark: use spark_connector.reduce_frame(…)")
     processor, _ = source_processor(options)
@@ -99,14 +95,6 @@ def metadata_columns(options: Options) -> list[str]:
             hint = did_you_mean(name, METADATA_COLUMNS, f"; there are {', '.join(METADATA_COLUMNS)}")
             raise BadInput(f"the option 'metadataColumns' knows no {name!r}{hint}", option="metadataColumns")
     return list(dict.fromkeys(names))
-
-
-def stream_reader(options: Options, schema: StructType) -> DataSourceStreamReader:
-    if options.choice("work", ["read", "reduce"], "read") == "reduce":
-        from shuffle.spark_connector.reduce import ReduceStreamReader
-
-        return ReduceStreamReader(options, schema)
-    return ShuffleStreamReader(options, schema)
 
 
 @dataclass(frozen=True)

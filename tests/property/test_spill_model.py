@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from shuffle.durable.mapper_state import MapperState
+from shuffle.durable.spill_ends import SpillEnd
 from shuffle.errors import RowsGone, StoreUnavailable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
-from shuffle.mapper.core import MapperCore, TrimPlan
+from shuffle.mapper.core import MapperCore
 from shuffle.mapper.spill.answer import SpillAnswer
-from shuffle.mapper.spill.format import SPILL_SCHEMA, SpillEnd, decode_batch, decode_heads, encode
+from shuffle.mapper.spill.format import SPILL_SCHEMA, decode_batch, decode_heads, encode
 from shuffle.mapper.spill.index import Spill
+from shuffle.mapper.trim_plan import TrimPlan
 from shuffle.messages import GetRows
 from shuffle.spec.config import SpillSpec
 from tests.property.test_window_model import LIMIT_BYTES, REDUCERS, InputRow, WindowModel, input_rows

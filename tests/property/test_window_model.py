@@ -13,8 +13,9 @@ from shuffle.durable.mapper_state import MapperState
 from shuffle.errors import FalseClaim, NotServed, RowsGone, SplitBrain, StoreUnavailable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.bucket import ServedBatch
-from shuffle.mapper.core import MappedBatch, MapperCore, TrimPlan
+from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
+from shuffle.mapper.trim_plan import TrimPlan
 from shuffle.messages import GetRows
 from shuffle.user_code.poison import dead_letters
 

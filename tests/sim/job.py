@@ -6,8 +6,8 @@ from typing import Any
 
 from shuffle.durable.mapper_state import MAPPERS_KEY, MAPPERS_VALUE
 from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE
+from shuffle.durable.spill_ends import SPILLS_KEY, SPILLS_VALUE
 from shuffle.mapper.spill.format import SPILL_SCHEMA
-from shuffle.mapper.spill.store import SPILLS_KEY, SPILLS_VALUE
 from shuffle.spec.config import MapperSpec, ProcessorSpec, ReducerSpec
 from shuffle.spec.inputs import QueueInputSpec
 from shuffle.statestore.client.client import StateClient

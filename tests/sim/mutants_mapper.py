@@ -15,8 +15,8 @@ from shuffle.errors import SplitBrain as _SplitBrain
 from shuffle.mapper.bucket import Bucket as _Bucket
 from shuffle.mapper.bucket import ServedBatch as _ServedBatch
 from shuffle.mapper.core import MapperCore as _Core
-from shuffle.mapper.core import TrimPlan as _TrimPlan
 from shuffle.mapper.trim import Trimmer as _Trimmer
+from shuffle.mapper.trim_plan import TrimPlan as _TrimPlan
 from shuffle.mapper.window import EntryPart as _Part
 from shuffle.mapper.window import Window as _Window
 

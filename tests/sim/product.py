@@ -24,7 +24,7 @@ MODULES = (
     "shuffle.metrics",
     "shuffle.partition",
     "shuffle.user_code.poison",
-    "shuffle.run.preflight",
+    "shuffle.preflight.check",
     "shuffle.spec.spec_file",
     "shuffle.mapper.daemon",
     "shuffle.mapper.readers.folder",

@@ -80,6 +80,9 @@ class TailChecker:
         """A mapper has just made a tail, and nothing else can change: in one life of its window, promises only grow."""
         if request.to_row_index is not None:
             return
+        if tail.front is None and tail.complete_up_to == tail.last_row_index:
+            # While it does not know what is in the spill, it promises nothing; what it promised before stays true.
+            return
         at = guid, int(request.reducer_index)
         life, before = self._told.get(at, (None, None))
         if life is window and tail.last_row_index >= before.last_row_index:

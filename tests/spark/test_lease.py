@@ -16,6 +16,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 
 from shuffle import AggregateReducer, Count
+from shuffle.durable.meta import META_KEY, META_VALUE
 from shuffle.durable.query_lease import has_lease, refuse_beside_query, stored_holder
 from shuffle.durable.tables import query_group
 from shuffle.errors import BadInput, SplitBrain
@@ -23,7 +24,6 @@ from shuffle.examples.local import LocalSystem
 from shuffle.examples.spark_pipeline import Mappers
 from shuffle.examples.workload import SCHEMA, Workload
 from shuffle.jobs.aggregates import Aggregate
-from shuffle.run.preflight import META_KEY, META_VALUE
 from shuffle.spark_connector import reduce_stream
 from shuffle.spark_connector.source.processor import Processor
 from shuffle.spark_connector.source.query_lease import QueryLease, begin_task

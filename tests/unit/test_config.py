@@ -13,10 +13,13 @@ import pytest
 
 from shuffle.errors import SpecError
 from shuffle.limits import MIB
-from shuffle.run.preflight import code_digest, has_progress, nothing_ahead
-from shuffle.spec.config import ProcessorSpec, SpillSpec, check_against_store, load_class, load_spec
+from shuffle.preflight.check import check_against_store
+from shuffle.preflight.fingerprint import has_progress, nothing_ahead
+from shuffle.spec.config import ProcessorSpec, SpillSpec, load_spec
 from shuffle.spec.inputs import ClassInputSpec
 from shuffle.statestore import StateClient
+from shuffle.user_code.digest import code_digest
+from shuffle.user_code.load import load_class
 
 JOB = """
 from shuffle import HashMapper, Mapper, Reducer, hash_partition

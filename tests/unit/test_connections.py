@@ -80,7 +80,7 @@ def test_answer_that_nobody_reads_does_not_hold_up_another_mapper_on_the_same_co
     reader.read_chunk()  # The first of many: the rest of the answer is on its way, and is left there.
     begin_s = time.monotonic()
     answer = busy.stream_to(server.address, "mapper 1").get_rows(request("g1"), 10)
-    assert sum(batch.num_rows for batch, _ in answer) == ROWS
+    assert sum(batch.num_rows for batch, _ in answer.batches) == ROWS
     assert time.monotonic() - begin_s < 5
     assert lazy.to(server.address) is busy.to(server.address)
     reader.cancel()

@@ -15,7 +15,8 @@ from shuffle.durable.tables import mappers_table
 from shuffle.errors import BadInput, OutOfRange, SpecError
 from shuffle.ids import InputIndex, MapperIndex, ShuffleIndex
 from shuffle.mapper.readers.queue import encode_position
-from shuffle.spec.config import ProcessorSpec, check_against_store, load_spec
+from shuffle.preflight.check import check_against_store
+from shuffle.spec.config import ProcessorSpec, load_spec
 from shuffle.statestore import StateClient
 from shuffle.statestore.admin import commands
 from shuffle.statestore.client.queue_consumers import queue_consumers

@@ -18,12 +18,13 @@ from shuffle.mapper.reader import START, Input, PartitionReader
 from shuffle.mapper.readers.opening import built_in_input, open_input
 from shuffle.mapper.readers.queue import encode_position
 from shuffle.metrics import MapperMetrics, ReducerMetrics, serve_metrics
+from shuffle.preflight.check import check_against_store
 from shuffle.run.determinism import check_map, first_difference
 from shuffle.run.drain import drain_goal, look_whether_drained
 from shuffle.run.status import MapperStatus, ProcessorStatus, ReducerStatus, collect
 from shuffle.run.supervisor import RestartPolicy
 from shuffle.run.terminal import ChildView, Rates, progress_line, render
-from shuffle.spec.config import ProcessorSpec, check_against_store, load_spec
+from shuffle.spec.config import ProcessorSpec, load_spec
 from shuffle.spec.inputs import QueueInputSpec
 from shuffle.statestore import StateClient
 from shuffle.support.logs import get_logger, setup_logging

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from shuffle import cli
 from shuffle.errors import BadInput, UserCodeError
+from shuffle.preflight.check import check_against_store
 from shuffle.run.dead_letters import Replay, Replayed, count_words, dead_letter_queues
 from shuffle.run.status import collect
 from shuffle.run.terminal import Rates, progress_line, render
-from shuffle.spec.config import ProcessorSpec, check_against_store, load_spec
+from shuffle.spec.config import ProcessorSpec, load_spec
 from shuffle.statestore import StateClient, Transaction
 from shuffle.user_code.poison import DEAD_LETTER_SCHEMA, dead_letters
 

@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from shuffle.durable.spill_ends import SpillEnd
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper import core, window
 from shuffle.mapper.core import MapperCore
 from shuffle.mapper.entry_life import EVENTS, TRANSITIONS, Life, after
 from shuffle.mapper.mapping import cut
-from shuffle.mapper.spill.format import SpillEnd
 from shuffle.mapper.window import MappedBatch
 from shuffle.messages import GetRows
 from shuffle.spec.config import SpillSpec

@@ -19,12 +19,12 @@ import pytest
 import shuffle
 from shuffle import AggregateReducer, Count, HashMapper, Last, Max, Min, Sum
 from shuffle.api import WorkerSpec
+from shuffle.config_schema import check_config
 from shuffle.errors import BadInput, NullKey, SchemaMismatch, SpecError
 from shuffle.ids import Guid
 from shuffle.jobs.aggregates import Aggregate
 from shuffle.partition import hash_partition
 from shuffle.statestore import StateClient
-from shuffle.support.config_schema import check_config
 
 SPEC = WorkerSpec("activity", 0, Guid("g"), 2, 3)
 LOGS = pa.schema([("user", pa.string()), ("cluster", pa.string()), ("bytes", pa.int64())])

@@ -7,11 +7,11 @@ import pyarrow as pa
 import pytest
 
 from shuffle.durable.mapper_state import MapperState
+from shuffle.durable.spill_ends import SpillEnd
 from shuffle.errors import BadInput, FalseClaim, NotServed, RowsGone, SplitBrain, StaleGeneration, StaleMapper
 from shuffle.ids import Guid, InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
-from shuffle.mapper.spill.format import SpillEnd
 from shuffle.mapper.spill.index import Spill
 from shuffle.messages import GetRows
 from shuffle.user_code.poison import dead_letters

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 from shuffle.durable.mapper_state import MapperState
+from shuffle.durable.spill_ends import SpillEnd
 from shuffle.errors import BadInput, NotServed, RowsGone, ShuffleError, StaleMapper, StoreUnavailable, TooBusy, TooLarge
 from shuffle.ids import Guid, InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import TICKET_BYTES_MAX
@@ -21,7 +22,6 @@ from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
 from shuffle.mapper.serve import HostedMapper, MapperServer, joined
 from shuffle.mapper.shared_core import CONFIRM_S, CROWDED_WAIT_S, SharedCore
-from shuffle.mapper.spill.format import SpillEnd
 from shuffle.mapper.spill.index import Spill
 from shuffle.messages import GetRows, Tail
 from shuffle.support import flight

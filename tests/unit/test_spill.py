@@ -11,13 +11,14 @@ import pyarrow as pa
 import pytest
 
 import shuffle.mapper.spill.format as spill_format
+from shuffle.durable.spill_ends import SpillEnd
 from shuffle.durable.tables import spill_queue
 from shuffle.errors import CommitUnknown, CorruptData, RowsGone
 from shuffle.ids import NOTHING_COMMITTED, Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.mapper.core import MapperCore
 from shuffle.mapper.readers.queue import QueueReader
 from shuffle.mapper.spill.answer import SpillAnswer, SpillRead
-from shuffle.mapper.spill.format import SpillEnd, SpillHead, SpillPart, decode_batch, decode_heads, encode
+from shuffle.mapper.spill.format import SpillHead, SpillPart, decode_batch, decode_heads, encode
 from shuffle.mapper.spill.index import Spill
 from shuffle.mapper.spill.store import SpillStore
 from shuffle.mapper.trim import Trimmer

@@ -11,15 +11,16 @@ import pyarrow as pa
 import pytest
 
 from shuffle.durable.mapper_state import MAPPERS_KEY, MAPPERS_VALUE
+from shuffle.durable.spill_ends import SPILLS_KEY, SPILLS_VALUE, SpillEnd
 from shuffle.durable.tables import mappers_table, spills_table
 from shuffle.errors import RowsGone
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
 from shuffle.mapper.reader import PartitionReader
-from shuffle.mapper.spill.format import SpillEnd, encode
+from shuffle.mapper.spill.format import encode
 from shuffle.mapper.spill.index import Spill
-from shuffle.mapper.spill.store import SPILLS_KEY, SPILLS_VALUE, SpillStore
+from shuffle.mapper.spill.store import SpillStore
 from shuffle.mapper.spill.stragglers import STANDING_AGES, Seen, Stragglers
 from shuffle.mapper.trim import LOOK_S, Trimmer
 from shuffle.messages import GetRows

@@ -48,7 +48,7 @@ DECIDED: dict[tuple[str, str], tuple[int, str]] = {
         "reading ahead: who needs the rows asks again, and learns",
     ),
     # Mappers and reducers.
-    ("mapper/daemon.py", VITAL): (2, "trim and the wait for the stop: the mapper ends"),
+    ("mapper/instance.py", VITAL): (2, "ingestion and trim: the mapper process ends"),
     ("reducer/daemon.py", VITAL): (1, "reduce and commit: the reducer ends"),
     ("reducer/fetch.py", VITAL): (1, "a fetcher: the reducer ends"),
     ("shuffle/discovery.py", VITAL): (2, "lease and directory: the worker ends"),

@@ -1,0 +1,95 @@
+"""What is checked about a spec once the store can be asked, before any worker starts.
+
+1. The user's classes can be imported and are what they should be.
+2. The input is there; its partitions say how many mappers there are.
+3. The processor's own tables are there, or are created.
+4. The input queue has no other consumer, and nothing of it was trimmed before this processor could read it.
+5. The state in them was made by the same processor: its *fingerprint* in ``<processor>/meta``.
+
+At the first start the fingerprint and the registration as the queue's consumer are written in one transaction.
+
+On 5: rows are known by their number alone, so a state is only worth something together with the numbering and the
+distribution it was made with. What may not change is kept beside it and compared at every start.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Literal
+
+from shuffle.durable.mapper_state import MAPPERS_KEY, MAPPERS_VALUE
+from shuffle.durable.meta import META_KEY, META_VALUE
+from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE
+from shuffle.durable.spill_ends import SPILLS_KEY, SPILLS_VALUE
+from shuffle.durable.upgrade import refuse_old_tables
+from shuffle.errors import SpecError
+from shuffle.mapper.reader import Input
+from shuffle.mapper.readers.opening import mistakes_located, open_input
+from shuffle.preflight.fingerprint import check_fingerprint
+from shuffle.spec.config import ProcessorSpec
+from shuffle.statestore.client.queue_consumers import create_consumers_table
+from shuffle.user_code.load import load_class
+
+if TYPE_CHECKING:
+    from shuffle.statestore import StateClient
+
+MAPPERS_MAX = 4096
+"""As for reducers: one process and one connection to every reducer for each."""
+
+
+def check_against_store(
+    spec: ProcessorSpec, client: StateClient, accept_new_map: bool = False, register: bool = True
+) -> int:
+    """The steps 1 to 5 above; the number of mappers. Every mistake of 1 and 2 is named in one ``SpecError``.
+
+    Without ``register`` the processor does not become the consumer of its queue: that is for who only looks.
+    """
+    mistakes: list[str] = []
+    classes: dict[str, type[Any]] = {}
+    roles: tuple[Literal["mapper", "reducer"], ...] = ("mapper", "reducer")
+    for role in roles:  # 1
+        try:
+            classes[role] = load_class(spec, role)
+        except SpecError as error:
+            mistakes.append(error.message)
+    with ExitStack() as closing:
+        try:  # 2
+            opened = closing.enter_context(open_input(spec, client))
+            mapper_count = count_partitions(spec, opened)
+        except SpecError as error:
+            mistakes.append(error.message)
+        if mistakes:
+            raise SpecError("\n".join(mistakes), path=str(spec.path), mistakes=mistakes)
+        create_tables(spec, client)  # 3
+        check_fingerprint(spec, client, mapper_count, classes["mapper"], opened, accept_new_map, register)  # 4, 5
+    return mapper_count
+
+
+# 2. Input ------------------------------------------------------------------------------------------------------------
+
+
+def count_mappers(spec: ProcessorSpec, client: StateClient) -> int:
+    """One mapper for each partition of the input."""
+    with open_input(spec, client) as opened:
+        return count_partitions(spec, opened)
+
+
+def count_partitions(spec: ProcessorSpec, opened: Input) -> int:
+    place = spec.at(f"input.{spec.input.kind}")
+    with mistakes_located(spec):
+        count = opened.partition_count()
+    if not 1 <= count <= MAPPERS_MAX:
+        raise SpecError(f"{place}: {count} partitions; there can be 1 to {MAPPERS_MAX} mappers")
+    return count
+
+
+# 3. Tables -----------------------------------------------------------------------------------------------------------
+
+
+def create_tables(spec: ProcessorSpec, client: StateClient) -> None:
+    refuse_old_tables(client, spec.processor)
+    client.create_table(spec.meta_table, key=META_KEY, value=META_VALUE, if_not_exists=True)
+    client.create_table(spec.mappers_table, key=MAPPERS_KEY, value=MAPPERS_VALUE, if_not_exists=True)
+    client.create_table(spec.spills_table, key=SPILLS_KEY, value=SPILLS_VALUE, if_not_exists=True)
+    client.create_table(spec.reducers_table, key=REDUCERS_KEY, value=REDUCERS_VALUE, if_not_exists=True)
+    create_consumers_table(client)

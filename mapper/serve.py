@@ -17,12 +17,12 @@ from shuffle.errors import BadInput, ShuffleError, StaleMapper, WrongVersion, to
 from shuffle.ids import Guid
 from shuffle.limits import MIB
 from shuffle.mapper.bucket import ServedBatch
-from shuffle.mapper.shared_core import OutboxBudget, Served, SharedCore
+from shuffle.mapper.shared_core import MemoryBudget, Served, SharedCore
 from shuffle.messages import METADATA_FIELDS, ROWS_EXCHANGE, STREAM_OVER, GetRows, SharedRows, Tail
 from shuffle.support import crash_points, flight
 from shuffle.support.endpoint import Endpoint
-from shuffle.support.shared_memory import BYTES_MIN, Outbox, machine
-from shuffle.support.slots import Places
+from shuffle.support.shared_memory import BYTES_MIN, MemoryWriter, machine
+from shuffle.support.slots import Slots
 
 JOIN_BYTES_MAX = 1 * MIB
 """Adjacent batches are joined up to this size. Below it the cost of a message outweighs that of a copy."""
@@ -79,7 +79,7 @@ class HostedMapper:
     """One mapper instance, as the server sees it."""
 
     shared: SharedCore
-    outboxes: OutboxBudget
+    memories: MemoryBudget
     status: Callable[[], dict[str, Any]]
     on_served: Callable[[int, int], None]
     """Called with the rows and bytes of each answer."""
@@ -91,7 +91,7 @@ class HostedMapper:
         status: Callable[[], dict[str, Any]] | None = None,
         on_served: Callable[[int, int], None] = lambda rows, nbytes: None,
     ) -> HostedMapper:
-        return cls(shared, OutboxBudget(shared), status or shared.status, on_served)
+        return cls(shared, MemoryBudget(shared), status or shared.status, on_served)
 
 
 class MapperServer(flight.FlightServerBase):
@@ -102,7 +102,7 @@ class MapperServer(flight.FlightServerBase):
         super().__init__(flight.location(listening.target))
         self.mappers: dict[Guid, HostedMapper] = {mapper.shared.core.guid: mapper for mapper in mappers}
         reducers = sum(mapper.shared.reducer_count for mapper in self.mappers.values())
-        self._places = Places("exchanges", max(EXCHANGES_MIN, EXCHANGES_PER_REDUCER_MAX * reducers))
+        self._slots = Slots("exchanges", max(EXCHANGES_MIN, EXCHANGES_PER_REDUCER_MAX * reducers))
         self.endpoint = replace(listening, port=self.port)
         """Where it listens, with its real port."""
         self.address = str(self.endpoint)
@@ -121,7 +121,7 @@ class MapperServer(flight.FlightServerBase):
         return found
 
     def do_get(self, context: Any, ticket: Any) -> Any:
-        with self._places.taken():
+        with self._slots.taken():
             request = GetRows.decode(ticket.ticket)
             mapper = self.mapper(request.mapper_id)
             served = self._rows(mapper, request, context)
@@ -155,11 +155,11 @@ class MapperServer(flight.FlightServerBase):
                 "different versions of this project. Install the same one everywhere, and start them again"
             )
         flight.check_schema(reader, _NO_COLUMNS)
-        with self._places.taken(), ExitStack() as stack:
+        with self._slots.taken(), ExitStack() as stack:
             self._answer_all(context, reader, writer, stack)
 
     def _answer_all(self, context: Any, reader: Any, writer: Any, stack: ExitStack) -> None:
-        outbox: Outbox | None = None
+        memory: MemoryWriter | None = None
         begun_with: pa.Schema | None = None
         has_begun = False
         while True:
@@ -169,13 +169,13 @@ class MapperServer(flight.FlightServerBase):
                 return
             error: ShuffleError | None = None
             served: Served | None = None
-            sharing: Outbox | None = None
+            sharing: MemoryWriter | None = None
             try:
                 request = GetRows.decode(b"" if ticket is None else bytes(ticket))
                 mapper = self.mapper(request.mapper_id)
                 if request.machine is not None and request.machine == machine():
-                    outbox = outbox or mapper.outboxes.take(stack)
-                    sharing = None if outbox is None or outbox.is_refused else outbox
+                    memory = memory or mapper.memories.take(stack)
+                    sharing = None if memory is None or memory.is_refused else memory
                 if sharing is not None and request.to_row_index is None:
                     request = replace(request, max_bytes=min(request.max_bytes, sharing.bytes_max))
                 served = self._rows(mapper, request, context)
@@ -201,10 +201,10 @@ class MapperServer(flight.FlightServerBase):
                     writer.write_with_metadata(rows, tail.encode())
             mapper.on_served(sum(batch.rows.num_rows for batch in served.rows), nbytes)
 
-    def _share(self, writer: Any, outbox: Outbox, served: Served) -> bool:
+    def _share(self, writer: Any, memory: MemoryWriter, served: Served) -> bool:
         """Answer by way of shared memory, unless there are too many rows for it."""
         batches = list(_with_tails(joined(served.rows), served.tail))
-        note = outbox.put([rows for rows, _ in batches])
+        note = memory.put([rows for rows, _ in batches])
         if note is None:
             return False
         writer.write_metadata(SharedRows(note, tuple(tail for _, tail in batches)).encode())

@@ -22,7 +22,7 @@ from shuffle.mapper.spill.format import SpillHead
 from shuffle.mapper.spill.index import Spill
 from shuffle.mapper.window import MappedBatch
 from shuffle.messages import GetRows, Tail
-from shuffle.support.shared_memory import Outbox
+from shuffle.support.shared_memory import MemoryWriter
 
 SHARED_BYTES_MAX = 32 * MIB
 """Memory for answers to reducers on this machine, for all of them together. It is taken off the window's limit."""
@@ -30,7 +30,7 @@ SHARED_BYTES_MAX = 32 * MIB
 SHARED_OF_WINDOW = 4
 """And not more than the window's limit divided by this."""
 
-OUTBOX_BYTES_MIN = 1 * MIB
+WRITER_BYTES_MIN = 1 * MIB
 """Of that, for one reducer. Answers are cut to what it has, so with less they are better sent over the wire."""
 
 WAITERS_PER_REDUCER_MAX = 4
@@ -254,16 +254,16 @@ class SharedCore:
         }
 
 
-class OutboxBudget:
+class MemoryBudget:
     """Memory for answers to reducers on this machine, of one mapper: a part of the window's limit for each reducer."""
 
     def __init__(self, shared: SharedCore) -> None:
         self._shared = shared
         reducers = shared.reducer_count
         self._outbox_bytes = min(SHARED_BYTES_MAX, shared.core.memory_bytes_max // SHARED_OF_WINDOW) // reducers
-        self._outboxes_left = reducers if self._outbox_bytes >= OUTBOX_BYTES_MIN else 0
+        self._outboxes_left = reducers if self._outbox_bytes >= WRITER_BYTES_MIN else 0
 
-    def take(self, stack: ExitStack) -> Outbox | None:
+    def take(self, stack: ExitStack) -> MemoryWriter | None:
         """An outbox for one exchange, given back when ``stack`` is closed; None if none is left, because there are more
         exchanges than reducers."""
         if not self._outboxes_left:
@@ -273,12 +273,12 @@ class OutboxBudget:
                 return None
             self._outboxes_left -= 1
             self._shared.core.reserved_bytes += self._outbox_bytes
-        outbox = Outbox(self._outbox_bytes)
-        stack.callback(self._give_back, outbox)
-        return outbox
+        memory = MemoryWriter(self._outbox_bytes)
+        stack.callback(self._give_back, memory)
+        return memory
 
-    def _give_back(self, outbox: Outbox) -> None:
-        outbox.close()
+    def _give_back(self, memory: MemoryWriter) -> None:
+        memory.close()
         with self._shared.lock:
             self._outboxes_left += 1
             self._shared.core.reserved_bytes -= self._outbox_bytes

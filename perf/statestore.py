@@ -38,7 +38,7 @@ from shuffle.examples import processes
 from shuffle.examples.local import LocalSystem
 from shuffle.examples.workload import SCHEMA, Workload
 from shuffle.statestore import StateClient
-from shuffle.statestore.codec.arrow_bytes import listed
+from shuffle.statestore.codec.arrow_bytes import to_list
 from shuffle.statestore.codec.sorted_table import Table
 from shuffle.support import flight
 
@@ -96,7 +96,7 @@ def in_turns(rounds: int, raw: Callable[[int], float], ours: Callable[[int], flo
 
 def group_commit(system: LocalSystem, state: StateClient, raw: RawRocks, rounds: int, found: Found) -> None:
     schema = state.create_table(SMALL_TABLE, key=SMALL_KEY, value=SMALL_VALUE)
-    keys, values = (listed(column) for column in Table(schema).encode_rows(small_row("raw", 0)))
+    keys, values = (to_list(column) for column in Table(schema).encode_rows(small_row("raw", 0)))
     took_ms: list[float] = []
     raw_took_ms: list[float] = []
 
@@ -143,7 +143,7 @@ def bulk_rows(first: int, rows: int) -> pa.Table:
 def bulk(state: StateClient, raw: RawRocks, rounds: int, found: Found) -> None:
     handle = Table(state.create_table(BULK_TABLE, key=BULK_KEY, value=BULK_VALUE))
     tables = [bulk_rows(at * BULK_ROWS, BULK_ROWS) for at in range((rounds + 1) * BULK_TRANSACTIONS)]
-    encoded = [tuple(listed(column) for column in handle.encode_rows(rows)) for rows in tables]
+    encoded = [tuple(to_list(column) for column in handle.encode_rows(rows)) for rows in tables]
 
     def of_round(number: int) -> range:
         return range(number * BULK_TRANSACTIONS, (number + 1) * BULK_TRANSACTIONS)
@@ -166,7 +166,7 @@ def bulk(state: StateClient, raw: RawRocks, rounds: int, found: Found) -> None:
     order = np.random.default_rng(1).permutation(len(tables) * BULK_ROWS)
     whole = pa.concat_tables(tables).select(BULK_KEY.names).take(pa.array(order)).combine_chunks()
     keys = [whole.slice(at * BULK_ROWS, BULK_ROWS) for at in range(len(tables))]
-    encoded_keys = [listed(handle.encode_keys(part)[1]) for part in keys]
+    encoded_keys = [to_list(handle.encode_keys(part)[1]) for part in keys]
 
     def raw_lookup(number: int) -> float:
         def one(at: int) -> None:

@@ -16,7 +16,7 @@ from shuffle.limits import BATCH_BYTES_MAX
 from shuffle.messages import ROWS_EXCHANGE, SHARED_ROWS, STREAM_OVER, TAIL, GetRows, SharedRows, Tail
 from shuffle.support import flight
 from shuffle.support.logs import get_logger
-from shuffle.support.shared_memory import Inbox, NotShared, machine
+from shuffle.support.shared_memory import MemoryReader, NotShared, machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class RowStream:
         self._who = who
         self._machine = machine() if share_memory else None
         """Told to the mapper, until it turns out to be of no use."""
-        self._inbox = Inbox()
+        self._memory = MemoryReader()
         self._writer: Any = None
         self._reader: Any = None
         self._opened_s = 0.0
@@ -130,7 +130,7 @@ class RowStream:
     def _shared(self, told: SharedRows, request: GetRows) -> Answer:
         if told.note.size_bytes > request.max_bytes + BATCH_BYTES_MAX:
             raise TooLarge(f"{self._who} tells of {told.note.size_bytes} bytes, and {request.max_bytes} were asked for")
-        batches = self._inbox.take(told.note)
+        batches = self._memory.take(told.note)
         if len(batches) != len(told.tails):
             raise ShuffleError(f"{self._who} tells of {len(told.tails)} batches, and there are {len(batches)}")
         answer = Answer()
@@ -140,7 +140,7 @@ class RowStream:
         return answer
 
     def close(self) -> None:
-        self._inbox.close()
+        self._memory.close()
         writer, reader = self._writer, self._reader
         self._writer = self._reader = None
         if writer is not None:

@@ -36,7 +36,7 @@ from shuffle.support.fields import (
     shown,
     text,
 )
-from shuffle.support.shared_memory import Note
+from shuffle.support.shared_memory import MemoryHandle
 
 VERSION = 2
 ROWS_EXCHANGE = b"getrows/%d" % VERSION
@@ -193,7 +193,7 @@ def _tail(unpacked: tuple[bytes, int, int, int, int, int]) -> Tail:
 class SharedRows:
     """A response whose batches are in shared memory: where, and the tail of each."""
 
-    note: Note
+    note: MemoryHandle
     tails: tuple[Tail, ...]
 
     def encode(self) -> bytes:
@@ -208,4 +208,4 @@ class SharedRows:
             raise BadInput(f"not a note about shared rows: {shown(metadata)}")
         place = _PLACE.unpack_from(metadata)[1:]
         check_items("a note about shared rows", _NOTE, place)
-        return SharedRows(Note(*place), tuple(map(_tail, _TAIL.iter_unpack(metadata[_PLACE.size :]))))
+        return SharedRows(MemoryHandle(*place), tuple(map(_tail, _TAIL.iter_unpack(metadata[_PLACE.size :]))))

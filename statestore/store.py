@@ -37,10 +37,10 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class ReadView:
     """A version of the store that stays readable until it is released."""
 
-    moment_id: int
+    view_id: int
     version: int
     session_id: int = 0
     """Of a moment that is shared between clients: the session that holds it; 0: the client's own."""
@@ -94,37 +94,37 @@ class Store(Protocol):
 
     # reading tables
 
-    def open_moment(self) -> Moment: ...
+    def open_view(self) -> ReadView: ...
 
-    def release_moment(self, moment: Moment) -> None: ...
+    def release_view(self, view: ReadView) -> None: ...
 
-    def abandon_moment(self, moment: Moment) -> None:
+    def abandon_view(self, view: ReadView) -> None:
         """Release it some time later. For finalisers, which may run inside any lock: takes none, asks nobody."""
         ...
 
-    def share_moment(self, ttl_ms: int) -> Moment:
+    def share_moment(self, ttl_ms: int) -> ReadView:
         """A moment that any client may read at, held by the store until nobody has renewed it for ``ttl_ms``."""
         ...
 
-    def renew_moment(self, moment: Moment) -> None: ...
+    def renew_moment(self, view: ReadView) -> None: ...
 
-    def get(self, moment: Moment | None, table_id: int, keys: Binary) -> Binary:
+    def get(self, view: ReadView | None, table_id: int, keys: Binary) -> Binary:
         """The value of each key, null where there is none, in the form of ``keys``; at ``moment``, or as of now."""
         ...
 
-    def get_and_hold(self, table_id: int, keys: Binary) -> tuple[Moment, Binary]:
+    def get_and_hold(self, table_id: int, keys: Binary) -> tuple[ReadView, Binary]:
         """``open_moment`` and ``get`` in one step: how most transactions begin."""
         ...
 
     def scan(
-        self, moment: Moment | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
+        self, view: ReadView | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
     ) -> tuple[pa.BinaryArray, pa.BinaryArray]:
         """The next keys and values of a range. Fewer than ``rows_max`` only at its end or at a limit of bytes."""
         ...
 
     # writing
 
-    def commit(self, request: CommitRequest, moment: Moment | None = None) -> Committed:
+    def commit(self, request: CommitRequest, view: ReadView | None = None) -> Committed:
         """Durable when it returns; ``moment``, where the transaction read, is released whatever the outcome."""
         ...
 

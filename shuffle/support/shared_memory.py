@@ -51,7 +51,7 @@ def machine() -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class MemoryHandle:
     """Where rows are: a file that a process has open, which one it must be, and how much of it is used."""
 
     pid: int
@@ -60,7 +60,7 @@ class Note:
     size_bytes: int
 
 
-class Outbox:
+class MemoryWriter:
     """Holds the rows of one answer at a time."""
 
     def __init__(self, bytes_max: int) -> None:
@@ -71,7 +71,7 @@ class Outbox:
         self._inode = 0
         self._memory: mmap.mmap | None = None
 
-    def put(self, batches: Sequence[pa.RecordBatch]) -> Note | None:
+    def put(self, batches: Sequence[pa.RecordBatch]) -> MemoryHandle | None:
         """Write the batches in place of those before; None if they do not fit. Nobody reads those before any more."""
         if sum(batch.nbytes for batch in batches) > self.bytes_max:
             return None
@@ -84,7 +84,7 @@ class Outbox:
             with pa.ipc.new_stream(sink, batches[0].schema) as writer:
                 for batch in batches:
                     writer.write_batch(batch)
-            return Note(os.getpid(), self._fd, self._inode, sink.tell())
+            return MemoryHandle(os.getpid(), self._fd, self._inode, sink.tell())
         except (pa.ArrowException, OSError):  # More around the rows than there is room for.
             return None
 
@@ -107,14 +107,14 @@ class Outbox:
             self._fd = -1
 
 
-class Inbox:
+class MemoryReader:
     """Reads what an outbox holds. Remembers the last one, which the next note is most likely about."""
 
     def __init__(self) -> None:
         self._opened: tuple[int, int, int] | None = None
         self._memory: mmap.mmap | None = None
 
-    def take(self, note: Note) -> list[pa.RecordBatch]:
+    def take(self, note: MemoryHandle) -> list[pa.RecordBatch]:
         """A copy of the batches."""
         memory = self._mapped(note)
         if not 0 < note.size_bytes <= len(memory):
@@ -123,7 +123,7 @@ class Inbox:
         np.copyto(np.frombuffer(own, np.uint8), np.frombuffer(memory, np.uint8, note.size_bytes))
         return list(pa.ipc.open_stream(own))
 
-    def _mapped(self, note: Note) -> mmap.mmap:
+    def _mapped(self, note: MemoryHandle) -> mmap.mmap:
         wanted = note.pid, note.fd, note.inode
         if self._memory is None or wanted != self._opened:
             self.close()
@@ -138,7 +138,7 @@ class Inbox:
         self._opened = self._memory = None
 
 
-def _open(note: Note) -> mmap.mmap:
+def _open(note: MemoryHandle) -> mmap.mmap:
     # Another process may have that number by now, or in this container, and anything open under the other.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     fd = os.open(f"/proc/{note.pid}/fd/{note.fd}", flags)

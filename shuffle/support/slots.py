@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from shuffle.errors import TooBusy
 
 
-class Places:
+class Slots:
     """So many in all, and so many for each peer, whoever that is. Safe to use from many threads."""
 
     def __init__(self, what: str, most: int, most_per_peer: int | None = None) -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from shuffle.errors import BadInput, UnknownTable
 from shuffle.statestore.client.handles import Handles
-from shuffle.statestore.codec.arrow_bytes import Binary, listed
+from shuffle.statestore.codec.arrow_bytes import Binary, to_list
 from shuffle.statestore.codec.sorted_table import Table
 from shuffle.statestore.store import Store
 
@@ -54,7 +54,7 @@ class CachedLookups:
     def _lookup(self, at: _At) -> pa.Table:
         cached = self._entry(at)
         values = self._store.get(None, cached.table.table_id, cached.encoded)
-        value: bytes | None = listed(values)[0]
+        value: bytes | None = to_list(values)[0]
         last = cached.last
         if last is None or last[0] != value:
             cached.last = last = value, cached.table.found_rows(cached.keys, values)

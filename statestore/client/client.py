@@ -28,7 +28,7 @@ from shuffle.statestore.client.transaction import Snapshot, Transaction
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.codec.sorted_table import Bound, Table
 from shuffle.statestore.request import CreateQueue, CreateTable, Drop
-from shuffle.statestore.store import Moment, Store
+from shuffle.statestore.store import ReadView, Store
 
 
 class StateClient:
@@ -167,16 +167,16 @@ class StateClient:
 
         It ends when nobody has renewed it (``Snapshot.renew``, ``snapshot_at``) for ``ttl_ms``, not with this client.
         """
-        moment = self._store.share_moment(ttl_ms)
-        return f"{moment.session_id}.{moment.moment_id}.{moment.version}"
+        view = self._store.share_moment(ttl_ms)
+        return f"{view.session_id}.{view.view_id}.{view.version}"
 
     def snapshot_at(self, token: str) -> Snapshot:
         """Reads at the moment of a ``share_snapshot``. Closing it leaves the moment to the others."""
         parts = token.split(".")
         if len(parts) != 3 or not all(part.isdigit() for part in parts):
             raise BadInput(f"not the token of a shared snapshot: {token!r}")
-        session_id, moment_id, version = (int(part) for part in parts)
-        snapshot = Snapshot(self._handles, self._store, Moment(moment_id, version, session_id))
+        session_id, view_id, version = (int(part) for part in parts)
+        snapshot = Snapshot(self._handles, self._store, ReadView(view_id, version, session_id))
         snapshot.renew()
         return snapshot
 

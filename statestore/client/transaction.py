@@ -18,11 +18,11 @@ from shuffle.limits import TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
 from shuffle.statestore.client.handles import Handles
 from shuffle.statestore.client.row_cache import RowCache
 from shuffle.statestore.client.scan import Chunk, overlaid, scan_chunks, split_ranges
-from shuffle.statestore.codec.arrow_bytes import Binary, arrayed, bytes_of, in_order, listed, no_values
+from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of, no_values, sort_by_key, to_array, to_list
 from shuffle.statestore.codec.sorted_table import Bound, Table
 from shuffle.statestore.key_range import KeyRange
 from shuffle.statestore.request import CommitRequest, Committed, Expect, Publish, Reads, TableWrite, Trim
-from shuffle.statestore.store import Moment, Store
+from shuffle.statestore.store import ReadView, Store
 from shuffle.statestore.wire.operations import check_section
 from shuffle.support.fields import whole
 
@@ -33,7 +33,7 @@ class _Reads:
     def __init__(self, handles: Handles, store: Store) -> None:
         self._handles = handles
         self._store = store
-        self._moment: Moment | None = None
+        self._view: ReadView | None = None
 
     def lookup(self, table: str, keys: pa.Table | pa.RecordBatch) -> pa.Table:
         """The rows with these keys: key and value columns, in the order of ``keys``; missing ones are absent."""
@@ -74,9 +74,9 @@ class _Reads:
 
     def _get(self, table: Table, keys: Binary) -> Binary:
         try:
-            if self._moment is not None:
-                return self._store.get(self._moment, table.table_id, keys)
-            self._moment, values = self._store.get_and_hold(table.table_id, keys)
+            if self._view is not None:
+                return self._store.get(self._view, table.table_id, keys)
+            self._view, values = self._store.get_and_hold(table.table_id, keys)
         except UnknownTable:
             self._handles.forget_all()
             raise
@@ -92,10 +92,10 @@ class _Reads:
             self._handles.forget_all()
             raise
 
-    def _opened(self) -> Moment:
-        if self._moment is None:
-            self._moment = self._store.open_moment()
-        return self._moment
+    def _opened(self) -> ReadView:
+        if self._view is None:
+            self._view = self._store.open_view()
+        return self._view
 
     @property
     def version(self) -> int:
@@ -103,23 +103,23 @@ class _Reads:
         return self._opened().version
 
     def _release(self) -> None:
-        if self._moment is not None:
-            moment, self._moment = self._moment, None
-            self._store.release_moment(moment)
+        if self._view is not None:
+            view, self._view = self._view, None
+            self._store.release_view(view)
 
     def _abandon(self) -> None:
         """Forgotten by its user. This may run in the middle of anything, so the store is only told, not asked."""
-        if self._moment is not None:
-            self._store.abandon_moment(self._moment)
+        if self._view is not None:
+            self._store.abandon_view(self._view)
 
 
 class Snapshot(_Reads):
     """All tables at one moment, never blocked by writers and never blocking them. Close it when done."""
 
-    def __init__(self, handles: Handles, store: Store, shared: Moment | None = None) -> None:
+    def __init__(self, handles: Handles, store: Store, shared: ReadView | None = None) -> None:
         super().__init__(handles, store)
         self._closed = False
-        self._moment = self._shared = shared
+        self._view = self._shared = shared
         self._opened()
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class Snapshot(_Reads):
         batches = (found.decode_rows(*chunk) for chunk in self._chunks(found, wanted, None, False))
         return pa.RecordBatchReader.from_batches(found.schema.row, batches)
 
-    def _opened(self) -> Moment:
+    def _opened(self) -> ReadView:
         if self._closed:
             raise BadInput("the snapshot is closed")
         return super()._opened()
@@ -223,7 +223,7 @@ class Transaction(_Reads):
         self._check_open()
         found = self._handles.table(table)
         self._tables[found.table_id] = found
-        self._add(TableWrite(found.table_id, *in_order(*found.encode_rows(rows))), table)
+        self._add(TableWrite(found.table_id, *sort_by_key(*found.encode_rows(rows))), table)
 
     def delete(self, table: str, keys: pa.Table | pa.RecordBatch) -> None:
         """Delete the rows with these keys; keys that are not there are no mistake."""
@@ -293,7 +293,7 @@ class Transaction(_Reads):
         own = self._own_writes(table.table_id)
         if not own:
             return values
-        return [own.get(key, value) for key, value in zip(listed(keys), listed(values), strict=True)]
+        return [own.get(key, value) for key, value in zip(to_list(keys), to_list(values), strict=True)]
 
     def _get_stored(self, table: Table, keys: Binary) -> Binary:
         values = super()._get(table, keys)
@@ -308,8 +308,8 @@ class Transaction(_Reads):
         3. the others from the store, which become something the commit has read;
         4. over all of them, what this transaction wrote itself.
         """
-        wanted: list[bytes] = listed(keys)
-        as_given = listed if isinstance(keys, list) else arrayed
+        wanted: list[bytes] = to_list(keys)
+        as_given = to_list if isinstance(keys, list) else to_array
         unseen = [key for key in wanted if key not in self._seen]  # 1
         known = cache.among(unseen)  # 2
         if known:
@@ -319,7 +319,7 @@ class Transaction(_Reads):
         asked = [key for key in unseen if key not in known]  # 3
         if asked:
             found = self._get_stored(table, as_given(asked))
-            self._seen.update(zip(asked, listed(found), strict=True))
+            self._seen.update(zip(asked, to_list(found), strict=True))
         own = self._own_writes(table.table_id)  # 4
         return as_given([own[key] if key in own else self._seen[key] for key in wanted])
 
@@ -339,7 +339,7 @@ class Transaction(_Reads):
             own: dict[bytes, bytes | None] = {}
             for write in self._request.writes:
                 if write.table_id == table_id:
-                    own.update(zip(listed(write.keys), listed(write.values), strict=True))
+                    own.update(zip(to_list(write.keys), to_list(write.values), strict=True))
             self._own[table_id] = own
         return self._own[table_id]
 
@@ -360,11 +360,11 @@ class Transaction(_Reads):
         """
         self._check_open()
         self._over = "committed"
-        moment, self._moment = self._moment, None
-        if moment is not None:
-            self._request.reads = Reads(moment.version, self._keys_read, self._ranges_read)
+        view, self._view = self._view, None
+        if view is not None:
+            self._request.reads = Reads(view.version, self._keys_read, self._ranges_read)
         try:
-            committed = self._store.commit(self._request, moment)
+            committed = self._store.commit(self._request, view)
         except BaseException as error:
             if isinstance(error, UnknownTable):
                 self._handles.forget_all()
@@ -384,7 +384,7 @@ class Transaction(_Reads):
             cache.forget()
             return
         for write in writes:
-            self._seen.update(zip(listed(write.keys), listed(write.values), strict=True))
+            self._seen.update(zip(to_list(write.keys), to_list(write.values), strict=True))
         cache.learn(self._seen)
 
     def abort(self) -> None:

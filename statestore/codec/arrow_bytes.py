@@ -128,11 +128,11 @@ def as_string(array: pa.Array) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), len(array), array.buffers(), offset=array.offset)
 
 
-def listed(values: Binary) -> list[Any]:
+def to_list(values: Binary) -> list[Any]:
     return values if isinstance(values, list) else values.to_pylist()
 
 
-def arrayed(values: Binary) -> pa.BinaryArray:
+def to_array(values: Binary) -> pa.BinaryArray:
     return pa.array(values, pa.binary()) if isinstance(values, list) else values
 
 
@@ -171,21 +171,21 @@ def longest_of(array: Binary) -> int:
 def all_start_with(array: Binary, prefix: bytes) -> bool:
     """True if every value begins with ``prefix``; a null does not."""
     if len(array) <= _FEW:
-        return all(value is not None and value.startswith(prefix) for value in listed(array))
-    array = arrayed(array)
+        return all(value is not None and value.startswith(prefix) for value in to_list(array))
+    array = to_array(array)
     return not array.null_count and bool(pc.all(pc.starts_with(array, pattern=prefix)).as_py())
 
 
 @functools.cache
-def constant(value: bytes) -> pa.BinaryScalar:
+def binary_scalar(value: bytes) -> pa.BinaryScalar:
     """One of the few values that are part of the code. Made when first used, not when this is imported: with the first
     value that Arrow makes it imports pandas, and a process may have something to say about that (``footprint``)."""
     return pa.scalar(value, pa.binary())
 
 
-def prefixed(array: pa.Array, prefix: bytes) -> pa.Array:
+def with_prefix(array: pa.Array, prefix: bytes) -> pa.Array:
     """The values of a binary array without nulls, each behind ``prefix``."""
-    return pc.binary_join_element_wise(pa.scalar(prefix, pa.binary()), array, constant(b""))
+    return pc.binary_join_element_wise(pa.scalar(prefix, pa.binary()), array, binary_scalar(b""))
 
 
 def equal_length(offsets: NumpyArray, width: int) -> bool:
@@ -231,7 +231,7 @@ def pieces_at(data: NumpyArray, starts: NumpyArray, ends: NumpyArray) -> pa.Arra
     return both.take(pa.array(np.arange(0, 2 * count, 2)))
 
 
-def in_order(keys: Binary, values: Binary) -> tuple[Binary, Binary]:
+def sort_by_key(keys: Binary, values: Binary) -> tuple[Binary, Binary]:
     """The same pairs, in the order of their keys, equal ones as they came. A few stay as they are.
 
     RocksDB takes up keys that follow each other in half the time: it finds the place of each near that of the last.
@@ -239,11 +239,11 @@ def in_order(keys: Binary, values: Binary) -> tuple[Binary, Binary]:
     if isinstance(keys, list):
         return keys, values
     order = pc.array_sort_indices(keys)
-    return keys.take(order), arrayed(values).take(order)
+    return keys.take(order), to_array(values).take(order)
 
 
 def join(parts: list[Any]) -> pa.Array:
     """Row by row, the parts (binary arrays or scalars) one after the other; a null counts as nothing."""
     if len(parts) == 1:
         return parts[0]
-    return pc.binary_join_element_wise(*parts, constant(b""), null_handling="replace", null_replacement="")
+    return pc.binary_join_element_wise(*parts, binary_scalar(b""), null_handling="replace", null_replacement="")

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shuffle.errors import BadInput, ConstraintViolated
-from shuffle.statestore.codec.arrow_bytes import Binary, arrayed
+from shuffle.statestore.codec.arrow_bytes import Binary, to_array
 from shuffle.statestore.codec.check_parser import Call, CheckError, Column, Literal, Node, parse
 from shuffle.statestore.codec.schema import TableSchema
 from shuffle.statestore.codec.values import RowCodec
@@ -118,7 +118,7 @@ class TableConstraints:
         """Raises ``ConstraintViolated`` for the first written row that breaks a constraint; null is a deleted row."""
         if not self._constraints:
             return
-        written = arrayed(values).drop_null()
+        written = to_array(values).drop_null()
         if len(written):
             rows = pa.RecordBatch.from_arrays(self._codec.decode(written), schema=self._value_schema)
             for constraint in self._constraints:

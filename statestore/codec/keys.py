@@ -28,7 +28,7 @@ from shuffle.statestore.codec.arrow_bytes import (
     NumpyArray,
     as_binary,
     as_string,
-    constant,
+    binary_scalar,
     data_of,
     equal_length,
     fits_precision,
@@ -174,7 +174,7 @@ class KeyCodec:
             elif run.last:
                 parts.append(as_binary(mine[0]))
             else:
-                parts += [_escape(as_binary(mine[0])), constant(_END)]
+                parts += [_escape(as_binary(mine[0])), binary_scalar(_END)]
             bytes_total += _bytes_in(parts)
         if bytes_total > BINARY_BYTES_MAX:
             raise TooLarge(

@@ -30,7 +30,7 @@ Look = Callable[[bytes], bool]
 """Whether bytes are those of a value."""
 
 
-class FewKeys:
+class SmallKeyCodec:
     """The keys of a few rows of one table."""
 
     def __init__(self, schema: pa.Schema) -> None:
@@ -73,7 +73,7 @@ class FewKeys:
         return True
 
 
-class FewValues:
+class SmallValueCodec:
     """The values of a few rows of one table."""
 
     def __init__(self, schema: pa.Schema) -> None:

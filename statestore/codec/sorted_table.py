@@ -9,11 +9,11 @@ import pyarrow as pa
 
 from shuffle.errors import BadInput
 from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
-from shuffle.statestore.codec.arrow_bytes import Binary, arrayed, longest_of, prefixed
+from shuffle.statestore.codec.arrow_bytes import Binary, longest_of, to_array, with_prefix
 from shuffle.statestore.codec.constraints import TableConstraints
 from shuffle.statestore.codec.keys import KeyCodec, bytes_after, table_prefix
 from shuffle.statestore.codec.schema import TableSchema
-from shuffle.statestore.codec.small_batch import FEW_ROWS, FewKeys, FewValues
+from shuffle.statestore.codec.small_batch import FEW_ROWS, SmallKeyCodec, SmallValueCodec
 from shuffle.statestore.codec.values import RowCodec
 
 Bound = Mapping[str, Any] | Sequence[Any]
@@ -28,8 +28,8 @@ class Table:
         self._prefix = table_prefix(schema.table_id)
         self._keys = KeyCodec(schema.name, schema.key)
         self._values = RowCodec(schema.name, schema.value)
-        self._few_keys = FewKeys(schema.key)
-        self._few_values = FewValues(schema.value)
+        self._few_keys = SmallKeyCodec(schema.key)
+        self._few_values = SmallValueCodec(schema.value)
         self._constraints = TableConstraints(schema, self._values)
 
     def encode_keys(self, keys: pa.Table | pa.RecordBatch) -> tuple[pa.RecordBatch, Binary]:
@@ -46,7 +46,7 @@ class Table:
             keys = self._few_keys.encode(columns, self._prefix)
             if longest_of(keys) <= KEY_BYTES_MAX:
                 return keys
-        return prefixed(self._keys.encode_columns(columns), self._prefix)
+        return with_prefix(self._keys.encode_columns(columns), self._prefix)
 
     def _encoded_values(self, columns: list[pa.Array], count: int) -> Binary:
         if count <= FEW_ROWS:
@@ -65,7 +65,7 @@ class Table:
 
     def found_rows(self, keys: pa.RecordBatch, values: Binary) -> pa.Table:
         """The rows of a lookup: ``keys`` whose value is there, with it."""
-        values = arrayed(values)
+        values = to_array(values)
         if values.null_count:
             present = values.is_valid()
             keys, values = keys.filter(present), values.drop_null()

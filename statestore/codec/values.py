@@ -21,8 +21,8 @@ from shuffle.statestore.codec.arrow_bytes import (
     NumpyArray,
     as_binary,
     as_string,
+    binary_scalar,
     bytes_of,
-    constant,
     data_of,
     equal_length,
     fits_precision,
@@ -66,7 +66,7 @@ class RowCodec:
     def encode_columns(self, columns: list[pa.Array], count: int) -> pa.Array:
         """One binary value for each of ``count`` rows, whose columns are exactly those of the schema."""
         if not len(self.schema):
-            return pa.repeat(constant(b""), count)
+            return pa.repeat(binary_scalar(b""), count)
         records = np.zeros(count, self._record)
         self._check_size(count * self._width + sum(bytes_of(columns[index]) for index in self._text))
         for index, column in enumerate(columns):

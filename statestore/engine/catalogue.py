@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from shuffle.errors import BadInput, CorruptData, TableExists, TooLarge, UnknownTable
 from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
-from shuffle.statestore.codec.arrow_bytes import Binary, all_start_with, arrayed, listed, longest_of, nulls_in
+from shuffle.statestore.codec.arrow_bytes import Binary, all_start_with, longest_of, nulls_in, to_array, to_list
 from shuffle.statestore.codec.constraints import TableConstraints
 from shuffle.statestore.codec.keys import KeyCodec, bytes_after, table_prefix
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.codec.segment import encode_file_header
-from shuffle.statestore.codec.small_batch import FEW_ROWS, FewKeys, FewValues
+from shuffle.statestore.codec.small_batch import FEW_ROWS, SmallKeyCodec, SmallValueCodec
 from shuffle.statestore.codec.values import RowCodec
 from shuffle.statestore.request import CatalogueChange, CreateQueue, CreateTable, Pairs, TableWrite
 
@@ -31,8 +31,8 @@ class TableEntry:
     constraints: TableConstraints
     keys: KeyCodec
     codec: RowCodec
-    few_keys: FewKeys
-    few_values: FewValues
+    few_keys: SmallKeyCodec
+    few_values: SmallValueCodec
 
     @staticmethod
     def of(schema: TableSchema) -> TableEntry:
@@ -45,8 +45,8 @@ class TableEntry:
             TableConstraints(schema, codec),
             KeyCodec(schema.name, schema.key),
             codec,
-            FewKeys(schema.key),
-            FewValues(schema.value),
+            SmallKeyCodec(schema.key),
+            SmallValueCodec(schema.value),
         )
 
     def checked(self, write: TableWrite) -> Pairs:
@@ -56,7 +56,7 @@ class TableEntry:
         """
         if write.pairs is None:
             self._check_rows(write.keys, write.values)
-            write.pairs = listed(write.keys), listed(write.values)
+            write.pairs = to_list(write.keys), to_list(write.values)
         return write.pairs
 
     def _are_right(self, keys: Binary, values: Binary) -> bool:
@@ -92,8 +92,8 @@ class TableEntry:
 
     def _check_form(self, keys: Binary, values: Binary) -> None:
         try:
-            self.keys.check(arrayed(keys), len(self.prefix))
-            self.codec.check(arrayed(values).drop_null() if nulls_in(values) else arrayed(values))
+            self.keys.check(to_array(keys), len(self.prefix))
+            self.codec.check(to_array(values).drop_null() if nulls_in(values) else to_array(values))
         except CorruptData as error:
             raise BadInput(f"{error.message}: not a row of this table", **error.fields) from None
 

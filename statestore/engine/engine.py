@@ -20,7 +20,7 @@ from typing import Any
 from shuffle.errors import BadInput, DiskFull, OutOfRange, ShuffleError, StoreError, TooLarge, one_line
 from shuffle.errors import CommitConflict as Conflict
 from shuffle.limits import MIB, TRANSACTION_APPENDS_MAX, TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
-from shuffle.statestore.codec.arrow_bytes import listed, nulls_in
+from shuffle.statestore.codec.arrow_bytes import nulls_in, to_list
 from shuffle.statestore.codec.keys import table_prefix
 from shuffle.statestore.codec.segment import RecordIndex, encode_record, record_bytes
 from shuffle.statestore.engine.catalogue import CATALOGUE_PREFIX, Catalogue, CatalogueStep
@@ -135,7 +135,7 @@ class Engine:
         if request.reads is not None:
             if request.reads.version > group.version_before:
                 raise BadInput(f"the transaction read at version {request.reads.version}, which has not been yet")
-            read = (key for keys_read in request.reads.keys for key in listed(keys_read))
+            read = (key for keys_read in request.reads.keys for key in to_list(keys_read))
             reason = self.history.conflict(request.reads.version, read, request.reads.ranges)
             if reason is not None:
                 raise Conflict(f"the transaction cannot commit: {reason}; nothing was written, run it again")
@@ -207,7 +207,7 @@ class Engine:
         entry = self.catalogue.table(expect.table_id)
         name = entry.schema.name
         entry.check_prefix(expect.keys)
-        keys, values = listed(expect.keys), listed(expect.values)
+        keys, values = to_list(expect.keys), to_list(expect.values)
         written = group.written()
         stored = self._keys.get_many(keys)
         for key, found, wanted in zip(keys, stored, values, strict=True):

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from shuffle.errors import BadInput, Expired, TooLarge
-from shuffle.statestore.store import Moment
+from shuffle.statestore.store import ReadView
 
 SESSION_TTL_MS_MAX = 3_600_000
 MOMENTS_MAX = 10_000
@@ -31,7 +31,7 @@ class _Session:
     ttl_ms: int
     expires_ms: int
     peer: str
-    moments: dict[int, Moment] = field(default_factory=dict)
+    views: dict[int, ReadView] = field(default_factory=dict)
 
 
 class Sessions:
@@ -41,7 +41,7 @@ class Sessions:
         self._next_id = first_id
         self._sessions: dict[int, _Session] = {}
         self._by_peer: Counter[str] = Counter()
-        self._moments = 0
+        self._views = 0
         """Held by all sessions together."""
 
     def __len__(self) -> int:
@@ -64,28 +64,28 @@ class Sessions:
         session = self._session(session_id)
         session.expires_ms = now_ms + session.ttl_ms
 
-    def hold(self, session_id: int, moment: Moment) -> None:
+    def hold(self, session_id: int, view: ReadView) -> None:
         session = self._session(session_id)
-        if len(session.moments) >= MOMENTS_MAX:
+        if len(session.views) >= MOMENTS_MAX:
             raise TooLarge(f"{MOMENTS_MAX} snapshots and transactions are open in this session: close some")
-        if self._moments >= MOMENTS_IN_ALL_MAX:
+        if self._views >= MOMENTS_IN_ALL_MAX:
             raise TooLarge(f"{MOMENTS_IN_ALL_MAX} snapshots and transactions are open at this store: close some")
-        self._moments += moment.moment_id not in session.moments
-        session.moments[moment.moment_id] = moment
+        self._views += view.view_id not in session.views
+        session.views[view.view_id] = view
 
-    def held(self, session_id: int, moment_id: int) -> Moment:
-        moment = self._session(session_id).moments.get(moment_id)
-        if moment is None:
+    def held(self, session_id: int, view_id: int) -> ReadView:
+        view = self._session(session_id).views.get(view_id)
+        if view is None:
             raise Expired("the snapshot or transaction is over: it was released, or its client was silent too long")
-        return moment
+        return view
 
-    def drop(self, session_id: int, moment_id: int) -> Moment | None:
+    def drop(self, session_id: int, view_id: int) -> ReadView | None:
         session = self._sessions.get(session_id)
-        found = None if session is None else session.moments.pop(moment_id, None)
-        self._moments -= found is not None
+        found = None if session is None else session.views.pop(view_id, None)
+        self._views -= found is not None
         return found
 
-    def close(self, session_id: int) -> list[Moment]:
+    def close(self, session_id: int) -> list[ReadView]:
         """Returns the moments to release."""
         session = self._sessions.pop(session_id, None)
         if session is None:
@@ -93,13 +93,13 @@ class Sessions:
         self._by_peer[session.peer] -= 1
         if not self._by_peer[session.peer]:
             del self._by_peer[session.peer]
-        self._moments -= len(session.moments)
-        return list(session.moments.values())
+        self._views -= len(session.views)
+        return list(session.views.values())
 
-    def expire(self, now_ms: int) -> list[Moment]:
+    def expire(self, now_ms: int) -> list[ReadView]:
         """End the sessions whose time is over; returns the moments to release."""
         over = [session_id for session_id, session in self._sessions.items() if session.expires_ms <= now_ms]
-        return [moment for session_id in over for moment in self.close(session_id)]
+        return [view for session_id in over for view in self.close(session_id)]
 
     def _session(self, session_id: int) -> _Session:
         session = self._sessions.get(session_id)

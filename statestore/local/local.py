@@ -29,7 +29,7 @@ from shuffle.errors import (
     one_line,
 )
 from shuffle.limits import BATCH_BYTES_MAX, MIB, TRANSACTION_BYTES_MAX, WAIT_MS_MAX
-from shuffle.statestore.codec.arrow_bytes import Binary, listed
+from shuffle.statestore.codec.arrow_bytes import Binary, to_list
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.codec.segment import decode_records
 from shuffle.statestore.engine.catalogue import QueueEntry, TableEntry
@@ -38,10 +38,10 @@ from shuffle.statestore.engine.storage import KeyView
 from shuffle.statestore.local.commit_queue import Awaited, CommitQueue, Pending
 from shuffle.statestore.local.lease_service import WatchedLeases
 from shuffle.statestore.local.opening import open_parts
-from shuffle.statestore.local.read_views import Moments
+from shuffle.statestore.local.read_views import ReadViews
 from shuffle.statestore.local.store_folder import StoreFolder, folder_path
 from shuffle.statestore.request import Append, CatalogueChange, CommitRequest, Committed, counted
-from shuffle.statestore.store import Member, Moment, QueueRead, Span
+from shuffle.statestore.store import Member, QueueRead, ReadView, Span
 from shuffle.support import crash_points
 from shuffle.support.logs import get_logger
 from shuffle.support.mapped_files import map_range
@@ -74,7 +74,7 @@ class LocalStore:
         self._lock = threading.Lock()
         self._watchers: dict[tuple[int, int], dict[object, Callable[[], None]]] = {}
         """Per partition: who wants to be told, once, that it has changed."""
-        self._moments = Moments(self._engine.version, self._rocks.view())
+        self._views = ReadViews(self._engine.version, self._rocks.view())
         self._marker_sync_at = 0.0
         self._leases = WatchedLeases()
         self._groups_written = 0
@@ -104,51 +104,51 @@ class LocalStore:
 
     # --- moments ---
 
-    def open_moment(self) -> Moment:
+    def open_view(self) -> ReadView:
         self._check_usable()
         with self._lock:
-            return self._moments.open()
+            return self._views.open()
 
-    def abandon_moment(self, moment: Moment) -> None:
-        self._moments.abandon(moment)
+    def abandon_view(self, view: ReadView) -> None:
+        self._views.abandon(view)
 
-    def release_moment(self, moment: Moment) -> None:
+    def release_view(self, view: ReadView) -> None:
         with self._lock:
-            self._moments.release(moment)
+            self._views.release(view)
 
-    def share_moment(self, ttl_ms: int) -> Moment:
+    def share_moment(self, ttl_ms: int) -> ReadView:
         raise BadInput(
             "a snapshot can be shared only if a daemon serves the store: start one with `shuffle statestore`"
         )
 
-    def renew_moment(self, moment: Moment) -> None:
-        self._view(moment)
+    def renew_moment(self, view: ReadView) -> None:
+        self._view(view)
 
-    def _view(self, moment: Moment | None) -> KeyView:
+    def _view(self, view: ReadView | None) -> KeyView:
         self._check_usable()
         with self._lock:
-            return self._moments.view(moment)
+            return self._views.view(view)
 
     # --- reading tables ---
 
-    def get(self, moment: Moment | None, table_id: int, keys: Binary) -> Binary:
+    def get(self, view: ReadView | None, table_id: int, keys: Binary) -> Binary:
         self._table(table_id).check_prefix(keys)
-        values = self._view(moment).get_many(listed(keys))
+        values = self._view(view).get_many(to_list(keys))
         return values if isinstance(keys, list) else pa.array(values, pa.binary())
 
-    def get_and_hold(self, table_id: int, keys: Binary) -> tuple[Moment, Binary]:
-        moment = self.open_moment()
+    def get_and_hold(self, table_id: int, keys: Binary) -> tuple[ReadView, Binary]:
+        view = self.open_view()
         try:
-            return moment, self.get(moment, table_id, keys)
+            return view, self.get(view, table_id, keys)
         except BaseException:
-            self.release_moment(moment)
+            self.release_view(view)
             raise
 
     def scan(
-        self, moment: Moment | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
+        self, view: ReadView | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
     ) -> tuple[pa.BinaryArray, pa.BinaryArray]:
         self._table(table_id).check_range(begin, end)
-        pairs = self._view(moment).scan(begin, end, reverse)
+        pairs = self._view(view).scan(begin, end, reverse)
         keys: list[bytes] = []
         values: list[bytes] = []
         size_bytes = 0
@@ -170,12 +170,12 @@ class LocalStore:
 
     # --- writing ---
 
-    def commit(self, request: CommitRequest, moment: Moment | None = None) -> Committed:
+    def commit(self, request: CommitRequest, view: ReadView | None = None) -> Committed:
         try:
             return self._commit(request)
         finally:
-            if moment is not None:
-                self.release_moment(moment)
+            if view is not None:
+                self.release_view(view)
 
     def look_into(self, request: CommitRequest) -> None:
         """Check all rows of a commit, in the thread of who asks for it: there is only one writer.
@@ -252,8 +252,8 @@ class LocalStore:
                 pending.finish(self._failed)
             return
         with self._lock:
-            self._moments.release_abandoned()
-            oldest_version = self._moments.oldest_version
+            self._views.release_abandoned()
+            oldest_version = self._views.oldest_version
         try:
             group = self._engine.prepare([pending.request for pending in waiting], oldest_version)
         except Exception as error:
@@ -285,7 +285,7 @@ class LocalStore:
         with self._lock:
             unused = self._engine.apply(group)
             if group.changed:
-                self._moments.publish(self._engine.version, self._rocks.view())
+                self._views.publish(self._engine.version, self._rocks.view())
             told = self._take_watchers(group.queues)
         for tell in told:
             tell()
@@ -301,7 +301,7 @@ class LocalStore:
 
     def _collect_garbage(self) -> None:
         with self._lock:
-            self._moments.release_abandoned()
+            self._views.release_abandoned()
         self._remove_files(self._engine.staged.collect(_wall_ms()))
         if time.monotonic() >= self._marker_sync_at:
             self._marker_sync_at = time.monotonic() + _MARKER_SYNC_S
@@ -437,7 +437,7 @@ class LocalStore:
     def stats(self) -> dict[str, Any]:
         with self._lock:
             found = self._engine.stats()
-            found["total"]["open_moments"] = len(self._moments)
+            found["total"]["open_moments"] = len(self._views)
             found["total"]["commits"] = self._commits_written
             found["total"]["groups"] = self._groups_written
             found["total"]["marker_bytes"] = self._marker.written_bytes
@@ -481,7 +481,7 @@ class LocalStore:
         self._writer.join(60)
         with self._lock:
             told = self._take_watchers(list(self._watchers))
-            self._moments.close()
+            self._views.close()
         for tell in told:
             tell()
         self._leases.close()

@@ -9,10 +9,10 @@ from collections import Counter, deque
 
 from shuffle.errors import Expired
 from shuffle.statestore.engine.storage import ClosedView, KeyView
-from shuffle.statestore.store import Moment
+from shuffle.statestore.store import ReadView
 
 
-class Moments:
+class ReadViews:
     """What has been published, and who still reads at an earlier version."""
 
     def __init__(self, version: int, view: KeyView) -> None:
@@ -21,7 +21,7 @@ class Moments:
         self._open: dict[int, tuple[int, KeyView]] = {}
         self._open_versions: Counter[int] = Counter()
         self._last_id = 0
-        self._abandoned: deque[Moment] = deque()
+        self._abandoned: deque[ReadView] = deque()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -35,31 +35,31 @@ class Moments:
         """A group of commits is durable: this is what readers see from now on."""
         self._version, self._view = version, view
 
-    def open(self) -> Moment:
+    def open(self) -> ReadView:
         self._last_id += 1
         self._open[self._last_id] = self._version, self._view
         self._open_versions[self._version] += 1
-        return Moment(self._last_id, self._version)
+        return ReadView(self._last_id, self._version)
 
-    def view(self, moment: Moment | None) -> KeyView:
+    def view(self, view: ReadView | None) -> KeyView:
         """What ``moment`` sees; without one, what was published last."""
-        if moment is None:
+        if view is None:
             return self._view
-        found = self._open.get(moment.moment_id)
+        found = self._open.get(view.view_id)
         if found is None:
             raise Expired("the snapshot or transaction is over: it was released, or its client was silent too long")
         return found[1]
 
-    def release(self, moment: Moment) -> None:
-        found = self._open.pop(moment.moment_id, None)
+    def release(self, view: ReadView) -> None:
+        found = self._open.pop(view.view_id, None)
         if found is not None:
             self._open_versions[found[0]] -= 1
             if not self._open_versions[found[0]]:
                 del self._open_versions[found[0]]
 
-    def abandon(self, moment: Moment) -> None:
+    def abandon(self, view: ReadView) -> None:
         """Release it with the next ``release_abandoned``. For finalisers, which may run inside of any lock."""
-        self._abandoned.append(moment)
+        self._abandoned.append(view)
 
     def release_abandoned(self) -> None:
         while self._abandoned:

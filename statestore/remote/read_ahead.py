@@ -61,8 +61,8 @@ class ReadAhead:
         place = request.queue_id, request.partition
         with self._lock:
             run = self._runs.get(place)
-            in_order = run is not None and run.expected == request.begin
-            if run is None or not in_order or (run.sent and run.sent[0][0] != request):
+            sort_by_key = run is not None and run.expected == request.begin
+            if run is None or not sort_by_key or (run.sent and run.sent[0][0] != request):
                 run = self._begin(place)
             response = run.sent.popleft()[1] if run.sent else None
             self._send_more(run)
@@ -71,7 +71,7 @@ class ReadAhead:
             # What was sent after a request whose response did not come is of no use either.
             with self._lock:
                 run = self._begin(place)
-            found = self._send(request, wait_ms, self._listener(run, request) if in_order else None)
+            found = self._send(request, wait_ms, self._listener(run, request) if sort_by_key else None)
         if found is not None:
             with self._lock:
                 run.expected = request.after(found.end).begin

@@ -23,7 +23,7 @@ from shuffle.statestore.remote.lane_client import LaneAddress, LaneClient
 from shuffle.statestore.remote.read_ahead import ReadAhead
 from shuffle.statestore.remote.transport import NothingSent, ReadRequest, ReadResponse, Response, Transports
 from shuffle.statestore.request import CatalogueChange, CommitRequest, Committed, CreateQueue, CreateTable
-from shuffle.statestore.store import SESSION_TTL_MS_DEFAULT, Member, Moment, QueueRead, Span
+from shuffle.statestore.store import SESSION_TTL_MS_DEFAULT, Member, QueueRead, ReadView, Span
 from shuffle.statestore.wire.announcement import served_at
 from shuffle.statestore.wire.messages import Header, Rows, as_values, encode_commit, pack_sections, rows_of
 from shuffle.support import flight
@@ -77,7 +77,7 @@ class RemoteStore:
         self._control = ControlClient(self._address)
         self._info: StoreInfo | None = None
         self._local_files = local_files
-        self._abandoned: deque[Moment] = deque()
+        self._abandoned: deque[ReadView] = deque()
         self._read_ahead = ReadAhead(self._read_wire)
         self._maps_files = False
         """Whether the daemon's files can be read from here."""
@@ -181,7 +181,7 @@ class RemoteStore:
             if not session_id:
                 continue
             while self._abandoned:
-                self.release_moment(self._abandoned.popleft())
+                self.release_view(self._abandoned.popleft())
             try:
                 self._control.call("RenewSession", self._session_ttl_ms / 3000, session_id=session_id)
             except Expired:
@@ -194,16 +194,16 @@ class RemoteStore:
             if self._session_id == session_id:
                 self._session_id = 0
 
-    def _send_in_session(self, header: Header, rows: Rows | None = None, moment: Moment | None = None) -> Response:
-        if moment is not None and moment.session_id:
-            return self._send({**header, "session": moment.session_id}, rows)
+    def _send_in_session(self, header: Header, rows: Rows | None = None, view: ReadView | None = None) -> Response:
+        if view is not None and view.session_id:
+            return self._send({**header, "session": view.session_id}, rows)
         session_id = self._session()
         try:
             return self._send({**header, "session": session_id}, rows)
         except Expired:
             # The daemon does not know the session any more. What it held is gone, but a new moment can be had.
             self._forget_session(session_id)
-            if header.get("moment") is not None:
+            if header.get("view") is not None:
                 raise
             return self._send({**header, "session": self._session()}, rows)
 
@@ -225,62 +225,62 @@ class RemoteStore:
 
     # --- reading tables ---
 
-    def open_moment(self) -> Moment:
+    def open_view(self) -> ReadView:
         response, _ = self._send_in_session({"op": "open"})
-        return Moment(response["moment"], response["version"])
+        return ReadView(response["view"], response["version"])
 
-    def share_moment(self, ttl_ms: int) -> Moment:
+    def share_moment(self, ttl_ms: int) -> ReadView:
         # A session of its own: it must live on when this process ends.
         session_id = self._open_session(ttl_ms)
         response, _ = self._send({"op": "open", "session": session_id})
-        return Moment(response["moment"], response["version"], session_id)
+        return ReadView(response["view"], response["version"], session_id)
 
-    def renew_moment(self, moment: Moment) -> None:
-        self._call("RenewSession", session_id=moment.session_id or self._session())
+    def renew_moment(self, view: ReadView) -> None:
+        self._call("RenewSession", session_id=view.session_id or self._session())
 
-    def abandon_moment(self, moment: Moment) -> None:
-        self._abandoned.append(moment)
+    def abandon_view(self, view: ReadView) -> None:
+        self._abandoned.append(view)
 
-    def release_moment(self, moment: Moment) -> None:
-        if moment.session_id:
+    def release_view(self, view: ReadView) -> None:
+        if view.session_id:
             with contextlib.suppress(ShuffleError):
-                self._control.call("CloseSession", CLOSE_TIMEOUT_S, session_id=moment.session_id)
+                self._control.call("CloseSession", CLOSE_TIMEOUT_S, session_id=view.session_id)
             return
         if self._closed.is_set() or not self._session_id:
             return
         # If the daemon cannot be told, the end of the session tells it.
         with contextlib.suppress(ShuffleError):
-            self._send({"op": "release", "session": self._session_id, "moment": moment.moment_id})
+            self._send({"op": "release", "session": self._session_id, "view": view.view_id})
 
-    def get(self, moment: Moment | None, table_id: int, keys: Binary) -> Binary:
+    def get(self, view: ReadView | None, table_id: int, keys: Binary) -> Binary:
         header = {"op": "get", "table": table_id}
-        if moment is None:
+        if view is None:
             return _rows(self._send(header, rows_of(keys, None)))[1]
-        response = self._send_in_session({**header, "moment": moment.moment_id}, rows_of(keys, None), moment)
+        response = self._send_in_session({**header, "view": view.view_id}, rows_of(keys, None), view)
         return _rows(response)[1]
 
-    def get_and_hold(self, table_id: int, keys: Binary) -> tuple[Moment, Binary]:
+    def get_and_hold(self, table_id: int, keys: Binary) -> tuple[ReadView, Binary]:
         response = self._send_in_session({"op": "get", "table": table_id, "hold": True}, rows_of(keys, None))
-        return Moment(response[0]["moment"], response[0]["version"]), _rows(response)[1]
+        return ReadView(response[0]["view"], response[0]["version"]), _rows(response)[1]
 
     def scan(
-        self, moment: Moment | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
+        self, view: ReadView | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
     ) -> Rows:
         header: Header = {"op": "scan", "table": table_id, "rows": rows_max, "reverse": reverse}
         bounds = [begin], [end]
-        if moment is None:
+        if view is None:
             return _rows(self._send(header, bounds))
-        return _rows(self._send_in_session({**header, "moment": moment.moment_id}, bounds, moment))
+        return _rows(self._send_in_session({**header, "view": view.view_id}, bounds, view))
 
     # --- writing ---
 
-    def commit(self, request: CommitRequest, moment: Moment | None = None) -> Committed:
+    def commit(self, request: CommitRequest, view: ReadView | None = None) -> Committed:
         sections, rows = pack_sections(*encode_commit(request))
         header: Header = {"op": "commit", "sections": sections}
         if request.reads is not None:
             header["version"] = request.reads.version
-        if moment is not None:
-            header |= {"session": self._session_id, "moment": moment.moment_id}
+        if view is not None:
+            header |= {"session": self._session_id, "view": view.view_id}
         timeout_s = self._timeout_s + _work_s(rows)
         try:
             try:

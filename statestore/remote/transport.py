@@ -126,7 +126,7 @@ class Transports:
         if "elsewhere" not in response:
             return response, found
         # The response is too large for the lane. What the request has opened is there, and need not be opened again.
-        again = {**header, "hold": False, "moment": response.get("moment", header.get("moment"))}
+        again = {**header, "hold": False, "view": response.get("view", header.get("view"))}
         more, found = self._flight.send(again, rows, timeout_s)
         return {**response, **more}, found
 

@@ -10,7 +10,7 @@ from shuffle.statestore.wire.messages import EXCHANGE, FRAME, check_frame, decod
 from shuffle.statestore.wire.operations import check_request
 from shuffle.support.fields import shown
 from shuffle.support.flight import FlightServerBase, check_schema, read_chunk
-from shuffle.support.slots import Places, machine_of
+from shuffle.support.slots import Slots, machine_of
 
 STREAMS_MAX = 1024
 """Streams that are open at once; each is a thread here, whether anything is asked on it or not."""
@@ -24,7 +24,7 @@ class FlightServer(FlightServerBase):
 
     def __init__(self, location: str, handlers: Handlers) -> None:
         self._handlers = handlers
-        self.streams = Places("streams", STREAMS_MAX, STREAMS_PER_PEER_MAX)
+        self.streams = Slots("streams", STREAMS_MAX, STREAMS_PER_PEER_MAX)
         """The streams that are open."""
         super().__init__(location)
 

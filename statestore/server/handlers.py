@@ -20,12 +20,12 @@ from shuffle.errors import (
     to_wire,
 )
 from shuffle.limits import MIB
-from shuffle.statestore.codec.arrow_bytes import listed, nulls_in
+from shuffle.statestore.codec.arrow_bytes import nulls_in, to_list
 from shuffle.statestore.local.local import LocalStore
 from shuffle.statestore.request import CommitRequest, Committed
 from shuffle.statestore.server.metrics import StoreMetrics
 from shuffle.statestore.server.session_registry import SessionRegistry
-from shuffle.statestore.store import Moment, Span
+from shuffle.statestore.store import ReadView, Span
 from shuffle.statestore.wire.messages import (
     Header,
     Rows,
@@ -108,37 +108,37 @@ class Handlers:
 
     # --- reading tables ---
 
-    def _moment(self, header: Header) -> Moment | None:
-        return None if header.get("moment") is None else self._sessions.held(header["session"], header["moment"])
+    def _view(self, header: Header) -> ReadView | None:
+        return None if header.get("view") is None else self._sessions.held(header["session"], header["view"])
 
     def _open(self, request: Request) -> Response:
-        moment = self._store.open_moment()
-        self._sessions.hold(request.header["session"], moment)
-        return {"moment": moment.moment_id, "version": moment.version}, None
+        view = self._store.open_view()
+        self._sessions.hold(request.header["session"], view)
+        return {"view": view.view_id, "version": view.version}, None
 
     def _release(self, request: Request) -> Response:
-        moment = self._sessions.take(request.header["session"], request.header["moment"])
-        if moment is not None:
-            self._store.release_moment(moment)
+        view = self._sessions.take(request.header["session"], request.header["view"])
+        if view is not None:
+            self._store.release_view(view)
         return {}, None
 
     def _get(self, request: Request) -> Response:
         header, keys = request.header, _given(request.rows)[0]
         self._metrics.lookup_keys.inc(len(keys))
         if not header.get("hold"):
-            return {}, rows_of(None, self._store.get(self._moment(header), header["table"], keys))
-        moment, values = self._store.get_and_hold(header["table"], keys)
-        self._sessions.hold(header["session"], moment)
-        return {"moment": moment.moment_id, "version": moment.version}, rows_of(None, values)
+            return {}, rows_of(None, self._store.get(self._view(header), header["table"], keys))
+        view, values = self._store.get_and_hold(header["table"], keys)
+        self._sessions.hold(header["session"], view)
+        return {"view": view.view_id, "version": view.version}, rows_of(None, values)
 
     def _scan(self, request: Request) -> Response:
         header = request.header
-        begins, ends = (listed(column) for column in _given(request.rows))
+        begins, ends = (to_list(column) for column in _given(request.rows))
         if len(begins) != 1 or begins[0] is None:
             raise BadInput(f"a scan is asked with one row, its begin and its end, not with {len(begins)} rows")
         bounds = begins[0], ends[0]
         found = self._store.scan(
-            self._moment(header), header["table"], *bounds, header["rows"], bool(header.get("reverse"))
+            self._view(header), header["table"], *bounds, header["rows"], bool(header.get("reverse"))
         )
         self._metrics.scanned_rows.inc(len(found[0]))
         return {}, found
@@ -148,27 +148,27 @@ class Handlers:
     def _commit(self, request: Request) -> Response:
         return self.committed(self._store.commit(*self.commit_of(request.header, request.rows))), None
 
-    def commit_of(self, header: Header, rows: Rows | None) -> tuple[CommitRequest, Moment | None]:
+    def commit_of(self, header: Header, rows: Rows | None) -> tuple[CommitRequest, ReadView | None]:
         """The commit that is asked for, and the moment it read at, which its client holds no longer."""
         request = decode_commit(header.get("version"), *unpack_sections(header.get("sections"), rows))
-        moment = self._taken(header)
+        view = self._taken(header)
         try:
             self._store.look_into(request)
         except BaseException:
-            if moment is not None:
-                self._store.release_moment(moment)
+            if view is not None:
+                self._store.release_view(view)
             raise
-        return request, moment
+        return request, view
 
-    def _taken(self, header: Header) -> Moment | None:
-        if header.get("moment") is None:
+    def _taken(self, header: Header) -> ReadView | None:
+        if header.get("view") is None:
             return None
-        moment = self._sessions.take(header["session"], header["moment"])
-        if moment is None:
+        view = self._sessions.take(header["session"], header["view"])
+        if view is None:
             raise CommitConflict(
                 "the transaction cannot commit: its client was silent too long; nothing was written, run it again"
             )
-        return moment
+        return view
 
     @staticmethod
     def committed(outcome: Committed) -> Header:

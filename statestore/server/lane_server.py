@@ -44,7 +44,7 @@ from shuffle.statestore.request import CommitRequest, Committed
 from shuffle.statestore.server.file_sender import FileSend, Progress
 from shuffle.statestore.server.handlers import Handlers, Request
 from shuffle.statestore.server.lane_connections import Connection, Connections, Poll, peer_of
-from shuffle.statestore.store import Moment, Span
+from shuffle.statestore.store import ReadView, Span
 from shuffle.statestore.wire.lane_frames import (
     GREETING,
     REQUEST_BYTES_MAX,
@@ -76,11 +76,11 @@ _log = get_logger("statestore")
 class _LaneCommit(Pending):
     """A commit that a connection waits for. The writer's thread responds to it."""
 
-    __slots__ = ("_connection", "_finished", "_lane", "_moment")
+    __slots__ = ("_connection", "_finished", "_lane", "_view")
 
-    def __init__(self, request: CommitRequest, moment: Moment | None, lane: LaneServer, connection: Connection) -> None:
+    def __init__(self, request: CommitRequest, view: ReadView | None, lane: LaneServer, connection: Connection) -> None:
         super().__init__(request)
-        self._moment = moment
+        self._view = view
         self._lane = lane
         self._connection = connection
         self._finished = False
@@ -89,7 +89,7 @@ class _LaneCommit(Pending):
         # A second response would be taken for that to the next request.
         if not self._finished:
             self._finished = True
-            self._lane.finish(self._connection, self._moment, answer)
+            self._lane.finish(self._connection, self._view, answer)
 
 
 class LaneServer:
@@ -426,10 +426,10 @@ class LaneServer:
 
     # --- responses ---
 
-    def finish(self, connection: Connection, moment: Moment | None, outcome: Committed | ShuffleError) -> None:
+    def finish(self, connection: Connection, view: ReadView | None, outcome: Committed | ShuffleError) -> None:
         """Respond to a commit. Called by the writer, which nothing that happens here may stop."""
-        if moment is not None:
-            self._store.release_moment(moment)
+        if view is not None:
+            self._store.release_view(view)
         if isinstance(outcome, ShuffleError):
             self._send(connection, self._handlers.failed(outcome), None)
         elif outcome.appended:

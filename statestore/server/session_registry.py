@@ -8,7 +8,7 @@ import time
 from shuffle.errors import ShuffleError
 from shuffle.statestore.engine.sessions import Sessions
 from shuffle.statestore.local.local import LocalStore
-from shuffle.statestore.store import Moment
+from shuffle.statestore.store import ReadView
 from shuffle.support.vital_threads import start_vital
 
 
@@ -36,37 +36,37 @@ class SessionRegistry:
 
     def close_session(self, session_id: int) -> None:
         with self._lock:
-            moments = self._sessions.close(session_id)
-        self._release(moments)
+            views = self._sessions.close(session_id)
+        self._release(views)
 
-    def hold(self, session_id: int, moment: Moment) -> None:
+    def hold(self, session_id: int, view: ReadView) -> None:
         try:
             with self._lock:
-                self._sessions.hold(session_id, moment)
+                self._sessions.hold(session_id, view)
         except ShuffleError:
-            self._store.release_moment(moment)
+            self._store.release_view(view)
             raise
 
-    def held(self, session_id: int, moment_id: int) -> Moment:
+    def held(self, session_id: int, view_id: int) -> ReadView:
         with self._lock:
-            return self._sessions.held(session_id, moment_id)
+            return self._sessions.held(session_id, view_id)
 
-    def take(self, session_id: int, moment_id: int) -> Moment | None:
+    def take(self, session_id: int, view_id: int) -> ReadView | None:
         with self._lock:
-            return self._sessions.drop(session_id, moment_id)
+            return self._sessions.drop(session_id, view_id)
 
     def close(self) -> None:
         self._closed.set()
 
-    def _release(self, moments: list[Moment]) -> None:
-        for moment in moments:
-            self._store.release_moment(moment)
+    def _release(self, views: list[ReadView]) -> None:
+        for view in views:
+            self._store.release_view(view)
 
     def _reap(self) -> None:
         while not self._closed.wait(0.5):
             with self._lock:
-                moments = self._sessions.expire(_now_ms())
-            self._release(moments)
+                views = self._sessions.expire(_now_ms())
+            self._release(views)
 
 
 def _now_ms() -> int:

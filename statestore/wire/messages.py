@@ -30,7 +30,7 @@ import pyarrow as pa
 
 from shuffle.errors import BadInput, TooLarge
 from shuffle.limits import KIB, SECTIONS_BYTES_MAX, TICKET_BYTES_MAX, TRANSACTION_BYTES_MAX
-from shuffle.statestore.codec.arrow_bytes import Binary, arrayed, bytes_of, listed, no_values, nulls_in
+from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of, no_values, nulls_in, to_array, to_list
 from shuffle.statestore.key_range import KeyRange
 from shuffle.statestore.request import Append, CommitRequest, Expect, Publish, Reads, TableWrite, Trim
 from shuffle.statestore.wire.operations import SECTIONS, check_section
@@ -76,7 +76,7 @@ def decode_header(data: bytes | None, bytes_max: int = TICKET_BYTES_MAX) -> Head
 
 def frame(keys: Binary | None, values: Binary | None) -> pa.RecordBatch:
     """A batch of the two columns; a missing one is null."""
-    return pa.RecordBatch.from_arrays([arrayed(column) for column in rows_of(keys, values)], schema=FRAME)
+    return pa.RecordBatch.from_arrays([to_array(column) for column in rows_of(keys, values)], schema=FRAME)
 
 
 def rows_of(keys: Binary | None, values: Binary | None) -> Rows:
@@ -198,7 +198,7 @@ def unpack_sections(sections: list[Any] | None, rows: Rows | None) -> tuple[Any,
     if rows is None or not len(rows[0]):
         raise BadInput("a commit without sections")
     keys, values = rows
-    [packed] = listed(values[:1])
+    [packed] = to_list(values[:1])
     if packed is None or len(packed) > SECTIONS_BYTES_MAX:
         raise TooLarge(f"the sections of a commit have 1 to {SECTIONS_BYTES_MAX} bytes", limit=SECTIONS_BYTES_MAX)
     try:
@@ -212,7 +212,7 @@ def _joined(parts: list[Binary]) -> Binary:
         return parts[0]
     if all(isinstance(part, list) for part in parts):
         return [value for part in parts for value in part]
-    return pa.concat_arrays([arrayed(part) for part in parts])
+    return pa.concat_arrays([to_array(part) for part in parts])
 
 
 def decode_commit(version: int | None, sections: Any, rows: Rows | None) -> CommitRequest:
@@ -250,7 +250,7 @@ def _decode_section(request: CommitRequest, section: Any, rows: Rows | None, at:
     if kind == "read":
         _reads(request).keys.append(keys)
     elif kind == "range":
-        pairs = zip(listed(keys), listed(values), strict=True)
+        pairs = zip(to_list(keys), to_list(values), strict=True)
         _reads(request).ranges.extend(KeyRange(begin, end) for begin, end in pairs)
     elif kind == "append":
         queue_id, partition, _, producer, sequence = rest

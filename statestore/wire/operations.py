@@ -39,9 +39,9 @@ SCHEMA_BYTES_MAX = 2 * MIB
 """The description of a table or a queue: a thousand columns with names of 255 bytes, and a type each."""
 
 _TABLE, _QUEUE, _PARTITION = number("table", UINT32_MAX), number("queue", UINT32_MAX), number("partition", UINT32_MAX)
-_SESSION, _MOMENT = number("session", UINT64_MAX), number("moment", needs="session")
+_SESSION, _VIEW = number("session", UINT64_MAX), number("view", needs="session")
 _HELD_SESSION = number("session", UINT64_MAX, optional=True)
-_HELD_MOMENT = number("moment", optional=True, needs="session")
+_HELD_VIEW = number("view", optional=True, needs="session")
 _ROWS = number("rows", UINT32_MAX)
 _STAGED = Field("staged", str, 32, 32, pattern=re.compile("[0-9a-f]{32}"))
 
@@ -62,21 +62,21 @@ class Operation:
     """Whether a small request of it may be sent over the lane, where all of them share one thread."""
 
 
-_OPENED = (number("moment"), number("version"))
+_OPENED = (number("view"), number("version"))
 
 OPERATIONS: dict[str, Operation] = {
     "get": Operation(
-        (_TABLE, _HELD_SESSION, _HELD_MOMENT, flag("hold", needs="session")),
-        (number("moment", optional=True, needs="version"), number("version", optional=True), flag("elsewhere")),
+        (_TABLE, _HELD_SESSION, _HELD_VIEW, flag("hold", needs="session")),
+        (number("view", optional=True, needs="version"), number("version", optional=True), flag("elsewhere")),
         lane=True,
     ),
     "scan": Operation(
-        (_TABLE, _HELD_SESSION, _HELD_MOMENT, number("rows", SCAN_ROWS_MAX, low=1), flag("reverse")),
+        (_TABLE, _HELD_SESSION, _HELD_VIEW, number("rows", SCAN_ROWS_MAX, low=1), flag("reverse")),
     ),
     "open": Operation((_SESSION,), _OPENED, lane=True),
-    "release": Operation((_SESSION, _MOMENT), lane=True),
+    "release": Operation((_SESSION, _VIEW), lane=True),
     "commit": Operation(
-        (number("version", optional=True), _HELD_SESSION, _HELD_MOMENT, Field("sections", list, optional=True)),
+        (number("version", optional=True), _HELD_SESSION, _HELD_VIEW, Field("sections", list, optional=True)),
         (number("version"), Field("appended", list)),
         lane=True,
     ),

@@ -30,7 +30,7 @@ REQUESTS: dict[str, tuple[Header, Rows | None]] = {
     "get": ({"table": 9999}, ([b"k"], [None])),
     "scan": ({"table": 9999, "rows": 1}, ([b"a"], [b"b"])),
     "open": ({"session": 1}, None),
-    "release": ({"session": 1, "moment": 1}, None),
+    "release": ({"session": 1, "view": 1}, None),
     "commit": ({"sections": [["trim", 9999, 0, 0]]}, None),
     "stage": ({"queue": 9999, "ttl_ms": 1000}, ([None], [b"x"])),
     "discard": ({"staged": "0" * 32}, None),

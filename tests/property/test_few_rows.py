@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from shuffle.errors import TooLarge
 from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
-from shuffle.statestore.codec.arrow_bytes import listed, prefixed
+from shuffle.statestore.codec.arrow_bytes import to_list, with_prefix
 from shuffle.statestore.codec.keys import KeyCodec
 from shuffle.statestore.codec.schema import TableSchema
-from shuffle.statestore.codec.small_batch import FEW_ROWS, FewKeys, FewValues
+from shuffle.statestore.codec.small_batch import FEW_ROWS, SmallKeyCodec, SmallValueCodec
 from shuffle.statestore.codec.sorted_table import Table
 from shuffle.statestore.codec.values import RowCodec
 from tests.property.test_key_order import KINDS as KEY_KINDS
@@ -40,15 +40,15 @@ def batches(draw: st.DrawFn, kinds: list[tuple[pa.DataType, st.SearchStrategy[ob
 @given(batches(KEY_KINDS, nulls=False))
 @settings(max_examples=200, deadline=None)
 def test_keys_are_the_same(batch: pa.RecordBatch) -> None:
-    whole = prefixed(KeyCodec("t", batch.schema).encode_columns(batch.columns), b"tab")
-    assert FewKeys(batch.schema).encode(batch.columns, b"tab") == whole.to_pylist()
+    whole = with_prefix(KeyCodec("t", batch.schema).encode_columns(batch.columns), b"tab")
+    assert SmallKeyCodec(batch.schema).encode(batch.columns, b"tab") == whole.to_pylist()
 
 
 @given(batches(VALUE_KINDS, nulls=True))
 @settings(max_examples=200, deadline=None)
 def test_values_are_the_same(batch: pa.RecordBatch) -> None:
     whole = RowCodec("t", batch.schema).encode_columns(batch.columns, batch.num_rows)
-    assert FewValues(batch.schema).encode(batch.columns, batch.num_rows) == whole.to_pylist()
+    assert SmallValueCodec(batch.schema).encode(batch.columns, batch.num_rows) == whole.to_pylist()
 
 
 def test_what_stands_under_a_null_does_not_show() -> None:
@@ -65,7 +65,7 @@ def test_what_stands_under_a_null_does_not_show() -> None:
     schema = pa.schema([("n", pa.int64()), ("s", pa.string())])
     batch = pa.RecordBatch.from_arrays([dirty, text], schema=schema)
     whole = RowCodec("t", schema).encode_columns(batch.columns, 2)
-    assert FewValues(schema).encode(batch.columns, 2) == whole.to_pylist()
+    assert SmallValueCodec(schema).encode(batch.columns, 2) == whole.to_pylist()
 
 
 def test_rows_are_encoded_alike_whatever_their_number() -> None:
@@ -82,7 +82,7 @@ def test_rows_are_encoded_alike_whatever_their_number() -> None:
             "b": [None if row % 7 == 0 else row % 2 == 0 for row in range(count)],
         }
     )
-    keys, values = (listed(column) for column in table.encode_rows(rows))
+    keys, values = (to_list(column) for column in table.encode_rows(rows))
     for begin in range(0, count, FEW_ROWS - 1):
         some_keys, some_values = table.encode_rows(rows.slice(begin, FEW_ROWS - 1))
         assert isinstance(some_keys, list)
@@ -94,7 +94,7 @@ def test_rows_are_encoded_alike_whatever_their_number() -> None:
 def test_one_row_over_the_limit_is_refused_like_many() -> None:
     table = Table(TableSchema("t", pa.schema([("k", pa.binary())]), pa.schema([("v", pa.binary())])))
     longest = pa.table({"k": [b"k" * KEY_BYTES_MAX], "v": [b""]})
-    assert len(listed(table.encode_rows(longest)[0])[0]) == KEY_BYTES_MAX + 5
+    assert len(to_list(table.encode_rows(longest)[0])[0]) == KEY_BYTES_MAX + 5
     with pytest.raises(TooLarge, match="row 1: the key"):
         table.encode_rows(pa.table({"k": [b"", b"k" * (KEY_BYTES_MAX + 1)], "v": [b"", b""]}))
     with pytest.raises(TooLarge, match="row 0: the value"):

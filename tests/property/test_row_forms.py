@@ -10,10 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shuffle.errors import BadInput, CorruptData
-from shuffle.statestore.codec.arrow_bytes import fits_precision, prefixed
+from shuffle.statestore.codec.arrow_bytes import fits_precision, with_prefix
 from shuffle.statestore.codec.keys import KeyCodec
 from shuffle.statestore.codec.schema import TableSchema
-from shuffle.statestore.codec.small_batch import FewKeys, FewValues
+from shuffle.statestore.codec.small_batch import SmallKeyCodec, SmallValueCodec
 from shuffle.statestore.codec.values import RowCodec
 from shuffle.statestore.engine.catalogue import TableEntry
 from shuffle.statestore.request import TableWrite
@@ -33,7 +33,7 @@ def keys_are_right(schema: pa.Schema, *keys: bytes) -> bool:
         found = True
     except CorruptData:
         found = False
-    assert FewKeys(schema).are_right(keys, len(PREFIX)) == found
+    assert SmallKeyCodec(schema).are_right(keys, len(PREFIX)) == found
     return found
 
 
@@ -43,7 +43,7 @@ def values_are_right(schema: pa.Schema, *values: bytes) -> bool:
         found = True
     except CorruptData:
         found = False
-    assert FewValues(schema).are_right(values) == found
+    assert SmallValueCodec(schema).are_right(values) == found
     return found
 
 
@@ -63,7 +63,7 @@ def damage(draw: st.DrawFn, data: bytes) -> bytes:
 @settings(max_examples=300, deadline=None)
 def test_keys_are_right_exactly_if_they_are_those_of_rows(batch: pa.RecordBatch, data: st.DataObject) -> None:
     codec = KeyCodec("t", batch.schema)
-    keys = prefixed(codec.encode_columns(batch.columns), PREFIX).to_pylist()
+    keys = with_prefix(codec.encode_columns(batch.columns), PREFIX).to_pylist()
     assert keys_are_right(batch.schema, *keys)
     assume(keys)
     damaged = PREFIX + data.draw(damage(keys[0][len(PREFIX) :]))

@@ -19,7 +19,7 @@ from shuffle.reducer.fetch import Choice as _Choice
 from shuffle.reducer.reduce import ReduceStage as _Stage
 from shuffle.reducer.row_cache import KnownRows as _KnownRows
 from shuffle.statestore.client.transaction import Transaction as _Transaction
-from shuffle.statestore.codec.arrow_bytes import listed as _listed
+from shuffle.statestore.codec.arrow_bytes import to_list as _listed
 
 
 def no_compare_at_commit(patch: Any) -> None:

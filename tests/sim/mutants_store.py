@@ -202,10 +202,10 @@ def moment_outlives_nothing(patch: Any) -> None:
     """A transaction whose session is over may still commit: the moment it reads at is simply taken anew."""
     original = _Sessions.drop
 
-    def drop(self: Any, session_id: int, moment_id: int) -> Any:
-        from shuffle.statestore.store import Moment
+    def drop(self: Any, session_id: int, view_id: int) -> Any:
+        from shuffle.statestore.store import ReadView
 
-        return original(self, session_id, moment_id) or Moment(-1, 0)
+        return original(self, session_id, view_id) or ReadView(-1, 0)
 
     patch(_Sessions, "drop", drop)
     patch(_History, "conflict", _without_floor)

@@ -20,7 +20,7 @@ from shuffle.statestore.codec.arrow_bytes import Binary
 from shuffle.statestore.codec.schema import QueueSchema
 from shuffle.statestore.request import CatalogueChange, CommitRequest, Committed
 from shuffle.statestore.server.session_registry import SessionRegistry
-from shuffle.statestore.store import Member, Moment, QueueRead
+from shuffle.statestore.store import Member, QueueRead, ReadView
 from tests.sim import kernel
 from tests.sim.disk import Disk, SimKeys, SimMarker, SimSegments, sim_folder
 from tests.sim.kernel import Process, World
@@ -144,7 +144,7 @@ class SimStore:
             self._session_id = 0
 
     def _in_session(
-        self, label: str, handler: Callable[[Any, SessionRegistry, int], Any], moment: Moment | None
+        self, label: str, handler: Callable[[Any, SessionRegistry, int], Any], view: ReadView | None
     ) -> Any:
         session_id = self._session()
         try:
@@ -152,7 +152,7 @@ class SimStore:
         except Expired:
             self._host.world.mark("session expired")
             self._forget(session_id)
-            if moment is not None:
+            if view is not None:
                 raise
             again = self._session()
             return self._ask(label, lambda store, held: handler(store, held, again))
@@ -170,18 +170,18 @@ class SimStore:
 
     # reading tables
 
-    def open_moment(self) -> Moment:
-        def handler(store: Any, held: SessionRegistry, session_id: int) -> Moment:
-            moment = store.open_moment()
-            held.hold(session_id, moment)
-            return moment  # type: ignore[no-any-return]
+    def open_view(self) -> ReadView:
+        def handler(store: Any, held: SessionRegistry, session_id: int) -> ReadView:
+            view = store.open_view()
+            held.hold(session_id, view)
+            return view  # type: ignore[no-any-return]
 
         return self._in_session("open_moment", handler, None)  # type: ignore[no-any-return]
 
-    def abandon_moment(self, moment: Moment) -> None:
-        self.release_moment(moment)
+    def abandon_view(self, view: ReadView) -> None:
+        self.release_view(view)
 
-    def release_moment(self, moment: Moment) -> None:
+    def release_view(self, view: ReadView) -> None:
         # Called from destructors too, so it must not wait: a message without an answer.
         if kernel.maybe_world() is not self._host.world or not self._process.alive or not self._session_id:
             return
@@ -189,50 +189,50 @@ class SimStore:
 
         def handler(service: Service, call: Any) -> None:
             store, held = service
-            taken = held.take(session_id, moment.moment_id)
+            taken = held.take(session_id, view.view_id)
             if taken is not None:
-                store.release_moment(taken)
+                store.release_view(taken)
 
         self._network.post(ADDRESS, "release", handler, self._process)
 
-    def share_moment(self, ttl_ms: int) -> Moment:
+    def share_moment(self, ttl_ms: int) -> ReadView:
         raise NotImplementedError("the simulated jobs share no snapshots")
 
-    def renew_moment(self, moment: Moment) -> None:
+    def renew_moment(self, view: ReadView) -> None:
         raise NotImplementedError("the simulated jobs share no snapshots")
 
-    def get(self, moment: Moment | None, table_id: int, keys: Binary) -> Binary:
-        if moment is None:
+    def get(self, view: ReadView | None, table_id: int, keys: Binary) -> Binary:
+        if view is None:
             return self._ask("get", lambda store, held: store.get(None, table_id, keys))
 
         def handler(store: Any, held: SessionRegistry, session_id: int) -> Binary:
-            return store.get(held.held(session_id, moment.moment_id), table_id, keys)
+            return store.get(held.held(session_id, view.view_id), table_id, keys)
 
-        return self._in_session("get_at", handler, moment)
+        return self._in_session("get_at", handler, view)
 
-    def get_and_hold(self, table_id: int, keys: Binary) -> tuple[Moment, Binary]:
-        def handler(store: Any, held: SessionRegistry, session_id: int) -> tuple[Moment, Binary]:
-            moment, values = store.get_and_hold(table_id, keys)
-            held.hold(session_id, moment)
-            return moment, values
+    def get_and_hold(self, table_id: int, keys: Binary) -> tuple[ReadView, Binary]:
+        def handler(store: Any, held: SessionRegistry, session_id: int) -> tuple[ReadView, Binary]:
+            view, values = store.get_and_hold(table_id, keys)
+            held.hold(session_id, view)
+            return view, values
 
         return self._in_session("get_and_hold", handler, None)  # type: ignore[no-any-return]
 
     def scan(
-        self, moment: Moment | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
+        self, view: ReadView | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
     ) -> tuple[pa.BinaryArray, pa.BinaryArray]:
         raise NotImplementedError("the simulated jobs do not scan")
 
     # writing
 
-    def commit(self, request: CommitRequest, moment: Moment | None = None) -> Committed:
+    def commit(self, request: CommitRequest, view: ReadView | None = None) -> Committed:
         session_id = self._session_id
 
         def serve(service: Service, call: Any) -> Committed:
             store, held = service
             taken = None
-            if moment is not None:
-                taken = held.take(session_id, moment.moment_id)
+            if view is not None:
+                taken = held.take(session_id, view.view_id)
                 if taken is None:
                     raise Expired("the transaction is over: its client was silent too long; nothing was written")
             committed = store.commit(request, taken)

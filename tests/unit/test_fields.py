@@ -21,7 +21,7 @@ from shuffle.messages import GENERATION_MAX, GetRows, SharedRows, Tail
 from shuffle.statestore.wire.operations import CONTROL, OPERATIONS, SECTIONS, check_request, check_response
 from shuffle.statestore.wire.proto import control_pb2 as pb
 from shuffle.support.fields import Checker, Field, check_fields, check_items, flag, number, parse_json, text
-from shuffle.support.shared_memory import Note
+from shuffle.support.shared_memory import MemoryHandle
 
 FIELDS = (
     number("n", 9, low=-1),
@@ -194,7 +194,7 @@ def test_every_operation_has_a_line_in_the_protocol_and_every_section_is_describ
 
 @given(
     header=st.dictionaries(
-        st.sampled_from(["op", "table", "queue", "moment", "session", "rows"]),
+        st.sampled_from(["op", "table", "queue", "view", "session", "rows"]),
         st.none() | st.integers() | st.booleans() | st.floats() | st.sampled_from(["get", "scan", "commit"]),
     )
 )
@@ -210,8 +210,8 @@ def test_any_header_is_a_question_or_refused(header: dict[str, Any]) -> None:
     ("operation", "answer"),
     [
         ("open", {}),
-        ("open", {"moment": "1", "version": 1}),
-        ("get", {"moment": 1}),
+        ("open", {"view": "1", "version": 1}),
+        ("get", {"view": 1}),
         ("commit", {"version": 1}),
         ("commit", {"version": True, "appended": []}),
         ("stage", {"staged": 7}),
@@ -328,7 +328,7 @@ def test_tail_that_is_none_is_refused(data: bytes) -> None:
 @pytest.mark.parametrize("data", [b"", *BAD_TAILS.values()], ids=["nothing", *BAD_TAILS.keys()])
 def test_note_that_is_none_is_refused(data: bytes) -> None:
     place = struct.pack("<IIQQ", 1, 2, 3, 4)
-    assert SharedRows.decode(b"@" + place + GOOD_TAIL) == SharedRows(Note(1, 2, 3, 4), (TAILS[1],))
+    assert SharedRows.decode(b"@" + place + GOOD_TAIL) == SharedRows(MemoryHandle(1, 2, 3, 4), (TAILS[1],))
     with pytest.raises(BadInput):
         SharedRows.decode(b"@" + (place[:-1] if not data else place + data + GOOD_TAIL[:3]))
     with pytest.raises(BadInput):

@@ -58,7 +58,7 @@ def test_known_rows_are_learnt_from_what_a_commit_read_and_wrote(store: StateCli
     assert len(known) == 3, "a and b were read, b as missing; c was written"
     with knowing.transaction() as transaction:
         assert seen(transaction, "c", "b", "a", "c") == {"c": 3, "a": 1}
-        assert transaction._moment is None, "nothing was asked of the store"
+        assert transaction._view is None, "nothing was asked of the store"
 
 
 def test_known_rows_are_not_learnt_without_a_commit(store: StateClient) -> None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from shuffle.errors import BadInput, CorruptData, NullKey, SchemaMismatch, ShuffleError, TooLarge
-from shuffle.statestore.codec.arrow_bytes import listed
+from shuffle.statestore.codec.arrow_bytes import to_list
 from shuffle.statestore.codec.schema import COLUMNS_MAX, PARTITIONS_MAX, QueueSchema, TableSchema, conform
 from shuffle.statestore.codec.small_batch import FEW_ROWS
 from shuffle.statestore.codec.sorted_table import Table
@@ -202,4 +202,4 @@ def test_rows_of_a_table_without_values_are_encoded_as_such() -> None:
     schema.validate()
     for count in (3, FEW_ROWS + 1):
         keys, values = Table(schema).encode_rows(pa.table({"k": range(count)}))
-        assert (len(keys), listed(values)) == (count, [b""] * count)
+        assert (len(keys), to_list(values)) == (count, [b""] * count)

@@ -7,13 +7,13 @@ import pytest
 from shuffle.errors import BadInput, Expired, TooLarge
 from shuffle.statestore.engine import sessions as sessions_module
 from shuffle.statestore.engine.sessions import SESSION_TTL_MS_MAX, Sessions
-from shuffle.statestore.store import Moment
+from shuffle.statestore.store import ReadView
 
 
 def test_silent_session_gives_its_moments_back() -> None:
     sessions = Sessions(first_id=100)
     silent, lively = sessions.open(1000, now_ms=0), sessions.open(1000, now_ms=0)
-    first, second, third = Moment(1, 7), Moment(2, 7), Moment(3, 8)
+    first, second, third = ReadView(1, 7), ReadView(2, 7), ReadView(3, 8)
     sessions.hold(silent, first)
     sessions.hold(silent, second)
     sessions.hold(lively, third)
@@ -32,11 +32,11 @@ def test_silent_session_gives_its_moments_back() -> None:
 def test_moment_is_held_by_its_session_only_and_dropped_once() -> None:
     sessions = Sessions(first_id=100)
     one, other = sessions.open(1000, 0), sessions.open(1000, 0)
-    sessions.hold(one, Moment(1, 7))
+    sessions.hold(one, ReadView(1, 7))
     with pytest.raises(Expired):
         sessions.held(other, 1)
     assert sessions.drop(other, 1) is None
-    assert sessions.drop(one, 1) == Moment(1, 7)
+    assert sessions.drop(one, 1) == ReadView(1, 7)
     assert sessions.drop(one, 1) is None
     with pytest.raises(Expired):
         sessions.held(one, 1)
@@ -45,8 +45,8 @@ def test_moment_is_held_by_its_session_only_and_dropped_once() -> None:
 def test_closed_session_gives_its_moments_back_once() -> None:
     sessions = Sessions(first_id=100)
     session = sessions.open(1000, 0)
-    sessions.hold(session, Moment(1, 7))
-    assert sessions.close(session) == [Moment(1, 7)]
+    sessions.hold(session, ReadView(1, 7))
+    assert sessions.close(session) == [ReadView(1, 7)]
     assert sessions.close(session) == []
     assert sessions.drop(session, 1) is None
 
@@ -66,10 +66,10 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
             sessions.open(ttl_ms, 0)
     monkeypatch.setattr(sessions_module, "MOMENTS_MAX", 2)
     session = sessions.open(1000, 0)
-    for moment_id in range(2):
-        sessions.hold(session, Moment(moment_id, 1))
+    for view_id in range(2):
+        sessions.hold(session, ReadView(view_id, 1))
     with pytest.raises(TooLarge, match="close some"):
-        sessions.hold(session, Moment(9, 1))
+        sessions.hold(session, ReadView(9, 1))
 
 
 def test_sessions_are_bounded_in_all_and_for_each_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,16 +93,16 @@ def test_moments_of_all_sessions_are_bounded_and_counted_back(monkeypatch: pytes
     monkeypatch.setattr(sessions_module, "MOMENTS_IN_ALL_MAX", 3)
     sessions = Sessions(first_id=1)
     one, two = sessions.open(1000, 0), sessions.open(2000, 0)
-    sessions.hold(one, Moment(1, 7))
-    sessions.hold(two, Moment(2, 7))
-    sessions.hold(two, Moment(3, 7))
+    sessions.hold(one, ReadView(1, 7))
+    sessions.hold(two, ReadView(2, 7))
+    sessions.hold(two, ReadView(3, 7))
     with pytest.raises(TooLarge, match="at this store"):
-        sessions.hold(one, Moment(4, 7))
+        sessions.hold(one, ReadView(4, 7))
     assert sessions.drop(two, 2) is not None
     assert sessions.drop(two, 2) is None
-    sessions.hold(one, Moment(4, 7))
+    sessions.hold(one, ReadView(4, 7))
     sessions.expire(1000)
-    for moment_id in (5, 6):
-        sessions.hold(two, Moment(moment_id, 7))
+    for view_id in (5, 6):
+        sessions.hold(two, ReadView(view_id, 7))
     with pytest.raises(TooLarge):
-        sessions.hold(two, Moment(7, 7))
+        sessions.hold(two, ReadView(7, 7))

@@ -18,13 +18,13 @@ from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.core import MappedBatch, MapperCore
 from shuffle.mapper.mapping import cut
 from shuffle.mapper.serve import HostedMapper, MapperServer
-from shuffle.mapper.shared_core import OUTBOX_BYTES_MIN, SHARED_BYTES_MAX, SHARED_OF_WINDOW, SharedCore
+from shuffle.mapper.shared_core import SHARED_BYTES_MAX, SHARED_OF_WINDOW, WRITER_BYTES_MIN, SharedCore
 from shuffle.messages import GetRows, SharedRows, Tail
 from shuffle.reducer.connections import ClientPool
 from shuffle.reducer.exchange import RowStream, validate_offsets
 from shuffle.reducer.fetch import Connections
 from shuffle.support import flight, shared_memory
-from shuffle.support.shared_memory import BYTES_MIN, Inbox, Note, NotShared, Outbox
+from shuffle.support.shared_memory import BYTES_MIN, MemoryHandle, MemoryReader, MemoryWriter, NotShared
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(shared_memory.machine() is None, reason="memory cannot be shared like this here")
@@ -39,41 +39,41 @@ def batch(begin: int, count: int) -> pa.RecordBatch:
 
 
 @pytest.fixture
-def outbox() -> Iterator[Outbox]:
-    made = Outbox(1 << 20)
+def memory() -> Iterator[MemoryWriter]:
+    made = MemoryWriter(1 << 20)
     yield made
     made.close()
 
 
-def put(outbox: Outbox, *batches: pa.RecordBatch) -> Note:
-    note = outbox.put(batches)
+def put(memory: MemoryWriter, *batches: pa.RecordBatch) -> MemoryHandle:
+    note = memory.put(batches)
     assert note is not None
     return note
 
 
-def test_batches_are_taken_as_they_were_put_and_outlive_the_next_ones(outbox: Outbox) -> None:
-    inbox = Inbox()
+def test_batches_are_taken_as_they_were_put_and_outlive_the_next_ones(memory: MemoryWriter) -> None:
+    memory = MemoryReader()
     whole = batch(0, 1000)
-    first = inbox.take(put(outbox, whole, whole.slice(10, 5)))
-    second = inbox.take(put(outbox, batch(5000, 2000)))
+    first = memory.take(put(memory, whole, whole.slice(10, 5)))
+    second = memory.take(put(memory, batch(5000, 2000)))
     assert [rows.to_pylist() for rows in first] == [whole.to_pylist(), whole.slice(10, 5).to_pylist()]
     assert second[0].equals(batch(5000, 2000))
-    outbox.close()
-    inbox.close()
+    memory.close()
+    memory.close()
     assert first[0].equals(whole)
 
 
-def test_what_does_not_fit_is_not_put(outbox: Outbox) -> None:
-    assert outbox.put([batch(0, 200_000)]) is None
+def test_what_does_not_fit_is_not_put(memory: MemoryWriter) -> None:
+    assert memory.put([batch(0, 200_000)]) is None
     many = [batch(n, 1) for n in range(9_000)]
-    assert sum(one.nbytes for one in many) < outbox.bytes_max
-    assert outbox.put(many) is None, "the rows fit, and what Arrow writes around them does not"
-    assert Inbox().take(put(outbox, batch(0, 3)))[0].num_rows == 3
+    assert sum(one.nbytes for one in many) < memory.bytes_max
+    assert memory.put(many) is None, "the rows fit, and what Arrow writes around them does not"
+    assert MemoryReader().take(put(memory, batch(0, 3)))[0].num_rows == 3
 
 
-def test_another_process_takes_them(outbox: Outbox) -> None:
-    note = put(outbox, batch(7, 3))
-    code = f"from shuffle.support.shared_memory import *; print(Inbox().take({note!r})[0].column(0).to_pylist())"
+def test_another_process_takes_them(memory: MemoryWriter) -> None:
+    note = put(memory, batch(7, 3))
+    code = f"from shuffle.support.shared_memory import *; print(MemoryReader().take({note!r})[0].column(0).to_pylist())"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[7, 8, 9]"
 
@@ -83,24 +83,24 @@ def test_another_process_takes_them(outbox: Outbox) -> None:
     [{"inode": 1}, {"fd": 9999}, {"pid": 2**22 + 1}, {"size_bytes": 1 << 40}, {"size_bytes": 0}],
     ids=lambda wrong: next(iter(wrong)),
 )
-def test_a_note_about_something_else_is_told_apart(outbox: Outbox, wrong: dict[str, int]) -> None:
-    note = put(outbox, batch(0, 3))
+def test_a_note_about_something_else_is_told_apart(memory: MemoryWriter, wrong: dict[str, int]) -> None:
+    note = put(memory, batch(0, 3))
     with pytest.raises(NotShared):
-        Inbox().take(replace(note, **wrong))
+        MemoryReader().take(replace(note, **wrong))
 
 
-def test_nothing_is_left_open(outbox: Outbox) -> None:
+def test_nothing_is_left_open(memory: MemoryWriter) -> None:
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        other = Outbox(1 << 20)
-        Inbox().take(put(other, batch(0, 3)))
+        other = MemoryWriter(1 << 20)
+        MemoryReader().take(put(other, batch(0, 3)))
         other.close()
     assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_note_survives_its_codec_and_nonsense_does_not() -> None:
     first, last = Tail(ShuffleIndex(5), ShuffleIndex(5), more=True), Tail(ShuffleIndex(6), ShuffleIndex(9), -7, 3)
-    rows = SharedRows(Note(1, 2, 3, 4), (first, last))
+    rows = SharedRows(MemoryHandle(1, 2, 3, 4), (first, last))
     assert SharedRows.decode(rows.encode()) == rows
     whole = rows.encode()
     for nonsense in (b"@", b"@[1,2]", whole[:-1], whole + b"#", b"#" + whole[1:], whole.replace(b"#", b"%", 1)):
@@ -137,16 +137,16 @@ def mapper() -> Iterator[Served]:
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[Note]:
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[MemoryHandle]:
     """Every note that an inbox was given."""
-    notes: list[Note] = []
-    original = Inbox.take
+    notes: list[MemoryHandle] = []
+    original = MemoryReader.take
 
-    def take(self: Inbox, note: Note) -> list[pa.RecordBatch]:
+    def take(self: MemoryReader, note: MemoryHandle) -> list[pa.RecordBatch]:
         notes.append(note)
         return original(self, note)
 
-    monkeypatch.setattr(Inbox, "take", take)
+    monkeypatch.setattr(MemoryReader, "take", take)
     return notes
 
 
@@ -164,7 +164,7 @@ def numbers(stream: RowStream, rows_max: int = 40_000) -> list[int]:
     return found
 
 
-def test_large_answers_come_through_memory(mapper: Served, taken: list[Note]) -> None:
+def test_large_answers_come_through_memory(mapper: Served, taken: list[MemoryHandle]) -> None:
     stream = mapper.stream()
     assert numbers(stream) == list(range(ROWS))
     assert len({(note.pid, note.fd, note.inode) for note in taken}) == 1
@@ -172,7 +172,7 @@ def test_large_answers_come_through_memory(mapper: Served, taken: list[Note]) ->
     stream.close()
 
 
-def test_mappers_of_one_process_have_memory_of_their_own_each(taken: list[Note]) -> None:
+def test_mappers_of_one_process_have_memory_of_their_own_each(taken: list[MemoryHandle]) -> None:
     cores = [MapperCore(Guid(f"g{index}"), MapperIndex(index), 1, 1 << 30) for index in range(2)]
     shared = [SharedCore(core, 1) for core in cores]
     for one, begin in zip(shared, (0, ROWS), strict=True):
@@ -199,7 +199,7 @@ def test_mappers_of_one_process_have_memory_of_their_own_each(taken: list[Note])
 
 
 def test_small_answers_and_those_of_other_machines_come_over_the_wire(
-    mapper: Served, taken: list[Note], monkeypatch: pytest.MonkeyPatch
+    mapper: Served, taken: list[MemoryHandle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = mapper.stream()
     assert numbers(stream, rows_max=BYTES_MIN // 40) == list(range(ROWS))
@@ -216,7 +216,7 @@ def test_small_answers_and_those_of_other_machines_come_over_the_wire(
 def test_memory_that_cannot_be_opened_costs_one_question(mapper: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def refused(note: Note) -> None:
+    def refused(note: MemoryHandle) -> None:
         tried.append(note)
         raise PermissionError("not yours")
 
@@ -228,7 +228,7 @@ def test_memory_that_cannot_be_opened_costs_one_question(mapper: Served, monkeyp
 
 
 def test_memory_that_cannot_be_had_is_done_without(
-    mapper: Served, taken: list[Note], monkeypatch: pytest.MonkeyPatch
+    mapper: Served, taken: list[MemoryHandle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
 
@@ -244,7 +244,7 @@ def test_memory_that_cannot_be_had_is_done_without(
     stream.close()
 
 
-def test_more_exchanges_than_reducers_get_no_memory(mapper: Served, taken: list[Note]) -> None:
+def test_more_exchanges_than_reducers_get_no_memory(mapper: Served, taken: list[MemoryHandle]) -> None:
     first, second = mapper.stream(), mapper.stream()
     assert numbers(first) == list(range(ROWS))
     assert len(taken) == 3
@@ -256,15 +256,15 @@ def test_more_exchanges_than_reducers_get_no_memory(mapper: Served, taken: list[
     wait_until(lambda: mapper.core.reserved_bytes == 0)
 
 
-def test_small_window_has_little_memory_to_share(taken: list[Note]) -> None:
-    served = Served(memory_bytes=SHARED_OF_WINDOW * OUTBOX_BYTES_MIN)
+def test_small_window_has_little_memory_to_share(taken: list[MemoryHandle]) -> None:
+    served = Served(memory_bytes=SHARED_OF_WINDOW * WRITER_BYTES_MIN)
     stream = served.stream()
     assert numbers(stream, rows_max=ROWS) == list(range(ROWS))
     assert len(taken) >= 2, "answers are cut to what fits"
     stream.close()
     served.close()
     taken.clear()
-    smaller = Served(memory_bytes=SHARED_OF_WINDOW * OUTBOX_BYTES_MIN - SHARED_OF_WINDOW)
+    smaller = Served(memory_bytes=SHARED_OF_WINDOW * WRITER_BYTES_MIN - SHARED_OF_WINDOW)
     stream = smaller.stream()
     assert numbers(stream, rows_max=ROWS) == list(range(ROWS))
     assert taken == []
@@ -277,9 +277,9 @@ def test_memory_that_could_be_cut_while_it_is_read_is_not_taken() -> None:
     fd = os.memfd_create("not-sealed")
     try:
         os.ftruncate(fd, 4096)
-        note = Note(os.getpid(), fd, os.fstat(fd).st_ino, 100)
+        note = MemoryHandle(os.getpid(), fd, os.fstat(fd).st_ino, 100)
         with pytest.raises(NotShared, match="could be cut"):
-            Inbox().take(note)
+            MemoryReader().take(note)
     finally:
         os.close(fd)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shuffle.errors import BadInput, TooLarge
 from shuffle.limits import TICKET_BYTES_MAX
-from shuffle.statestore.codec.arrow_bytes import listed
+from shuffle.statestore.codec.arrow_bytes import to_list
 from shuffle.statestore.key_range import KeyRange
 from shuffle.statestore.request import Append, CommitRequest, Expect, Publish, Reads, TableWrite, Trim
 from shuffle.statestore.wire.lane_frames import (
@@ -51,10 +51,10 @@ def plain(request: CommitRequest) -> dict[str, Any]:
     reads = request.reads
     return {
         "version": None if reads is None else reads.version,
-        "keys": [] if reads is None else [key for keys in reads.keys for key in listed(keys)],
+        "keys": [] if reads is None else [key for keys in reads.keys for key in to_list(keys)],
         "ranges": [] if reads is None else reads.ranges,
-        "expects": [(one.table_id, listed(one.keys), listed(one.values)) for one in request.expects],
-        "writes": [(write.table_id, listed(write.keys), listed(write.values)) for write in request.writes],
+        "expects": [(one.table_id, to_list(one.keys), to_list(one.values)) for one in request.expects],
+        "writes": [(write.table_id, to_list(write.keys), to_list(write.values)) for write in request.writes],
         "appends": [
             append
             if isinstance(append, Publish)
@@ -84,7 +84,7 @@ def over_flight(header: Header, rows: Rows | None) -> tuple[Header, Rows | None]
 
 
 def over_the_lane(header: Header, rows: Rows | None) -> tuple[Header, Rows | None]:
-    data = encode_frame(header, None if rows is None else (listed(rows[0]), listed(rows[1])))
+    data = encode_frame(header, None if rows is None else (to_list(rows[0]), to_list(rows[1])))
     assert frame_bytes(data) == len(data)
     return decode_frame(data)
 

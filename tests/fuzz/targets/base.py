@@ -7,7 +7,7 @@ import random
 from typing import Any, Protocol
 
 from shuffle.statestore.codec.keys import table_prefix
-from shuffle.statestore.codec.small_batch import FewKeys, FewValues
+from shuffle.statestore.codec.small_batch import SmallKeyCodec, SmallValueCodec
 from shuffle.statestore.wire.messages import Header
 from tests.fuzz import arrow
 from tests.fuzz.findings import Outcome, Problem
@@ -21,7 +21,7 @@ STAGED_MS = 2000
 
 LaneRows = tuple[list[bytes | None], list[bytes | None]]
 
-_OPTIONAL_FIELDS = ("moment", "version")
+_OPTIONAL_FIELDS = ("view", "version")
 _SECTION_INTEGERS = {"read": 1, "range": 1, "expect": 2, "write": 2, "append": 3, "publish": 2, "trim": 3}
 """How many of the parts of a section, from the first on, are whole numbers."""
 _CHANGING = ("commit", "stage")
@@ -41,9 +41,9 @@ class Questions:
     def __init__(self, world: World, table: str, queue: str) -> None:
         self.world = world
         self._table, self._queue = table, queue
-        self._keys, self._values = FewKeys(KEY), FewValues(VALUE)
+        self._keys, self._values = SmallKeyCodec(KEY), SmallValueCodec(VALUE)
         self.session = 0
-        self.moments: list[tuple[int, int]] = []
+        self.views: list[tuple[int, int]] = []
         """Moments that are held, with the version of each."""
         self.staged: list[str] = []
 
@@ -76,11 +76,11 @@ class Questions:
         made: tuple[Header, LaneRows | None] = getattr(self, f"_{kind}")(chance)
         return made
 
-    def _moment(self, chance: random.Random) -> Header:
-        if not self.moments or chance.random() < 0.7:
+    def _view(self, chance: random.Random) -> Header:
+        if not self.views or chance.random() < 0.7:
             return {}
-        moment, version = chance.choice(self.moments)
-        return {"session": self.session, "moment": moment, "version": version}
+        view, version = chance.choice(self.views)
+        return {"session": self.session, "view": view, "version": version}
 
     def _get(self, chance: random.Random) -> tuple[Header, LaneRows | None]:
         keys: list[bytes | None] = [self.key(chance) for _ in range(chance.choice((1, 1, 2, 20)))]
@@ -88,8 +88,8 @@ class Questions:
         if chance.random() < 0.1:
             header |= {"hold": True, "session": self.session}
         else:
-            moment = self._moment(chance)
-            header |= {name: moment[name] for name in ("session", "moment") if name in moment}
+            view = self._view(chance)
+            header |= {name: view[name] for name in ("session", "view") if name in view}
         return header, (keys, [None] * len(keys))
 
     def _scan(self, chance: random.Random) -> tuple[Header, LaneRows | None]:
@@ -102,8 +102,8 @@ class Questions:
         return {"op": "open", "session": self.session}, None
 
     def _release(self, chance: random.Random) -> tuple[Header, LaneRows | None]:
-        moment = self.moments.pop()[0] if self.moments else 1
-        return {"op": "release", "session": self.session, "moment": moment}, None
+        view = self.views.pop()[0] if self.views else 1
+        return {"op": "release", "session": self.session, "view": view}, None
 
     def _bounds(self, chance: random.Random) -> tuple[Header, LaneRows | None]:
         return {"op": "bounds", "queue": self.queue_id}, None
@@ -130,7 +130,7 @@ class Questions:
         sections: list[list[Any]] = []
         keys: list[bytes | None] = []
         values: list[bytes | None] = []
-        header: Header = {"op": "commit", **self._moment(chance)}
+        header: Header = {"op": "commit", **self._view(chance)}
         for _ in range(chance.choice((1, 1, 2, 4))):
             kind = chance.choice(("read", "range", "expect", "write", "write", "write", "append", "append", "trim"))
             count = chance.choice((0, 1, 1, 3))
@@ -196,9 +196,9 @@ class Questions:
 
 
 _FIELDS_OF: dict[str, tuple[str, ...]] = {
-    "get": ("table", "moment"),
-    "scan": ("table", "rows", "moment"),
-    "commit": ("version", "moment"),
+    "get": ("table", "view"),
+    "scan": ("table", "rows", "view"),
+    "commit": ("version", "view"),
     "read": ("queue", "partition", "begin", "rows", "bytes", "wait_ms"),
     "bounds": ("queue",),
     "stage": ("queue", "ttl_ms"),

@@ -211,8 +211,8 @@ class FlightTarget:
     def _accepted(self, header: Header, rows: LaneRows | None, told: Header) -> list[Problem]:
         why = self._questions.nonsense(header)
         problems = [Problem("wrong", f"accepted: {why}")] if why is not None else []
-        if header.get("op") in ("open", "get") and "moment" in told:
-            self._questions.moments = [*self._questions.moments[-20:], (told["moment"], told["version"])]
+        if header.get("op") in ("open", "get") and "view" in told:
+            self._questions.views = [*self._questions.views[-20:], (told["view"], told["version"])]
         if "staged" in told and header.get("op") == "stage":
             if rows is not None and not all(arrow.is_sound(value or b"", FUZZ_QUEUE) for value in rows[1]):
                 problems.append(Problem("wrong", "a batch that lies was staged for a queue"))
@@ -242,7 +242,7 @@ class FlightTarget:
         self._restarts = self._world.restarts
         self._channel = calls.channel_to(self._world.places.flight)
         self._questions.session = self._world.open_session()
-        self._questions.moments.clear()
+        self._questions.views.clear()
         self._questions.staged.clear()
 
     def close(self) -> None:

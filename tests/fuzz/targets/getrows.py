@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from shuffle.discovery import MapperAddress
 from shuffle.messages import ROWS_EXCHANGE, SHARED_ROWS, STREAM_OVER, SharedRows
-from shuffle.support.shared_memory import Inbox, NotShared, machine
+from shuffle.support.shared_memory import MemoryReader, NotShared, machine
 from tests.fuzz import arrow, calls, job
 from tests.fuzz.calls import FLIGHT, Exchange, Reply
 from tests.fuzz.findings import Outcome, Problem
@@ -234,7 +234,7 @@ class GetRowsTarget:
     def _shared(self, told: bytes, ticket: Any) -> list[Problem]:
         """The rows that a note tells of are right, too."""
         try:
-            batches = Inbox().take(SharedRows.decode(told).note)
+            batches = MemoryReader().take(SharedRows.decode(told).note)
         except NotShared as error:
             return [Problem("wrong", f"shared memory that cannot be opened: {error}")]
         return [problem for batch in batches for problem in _wrong_in(batch, ticket)]

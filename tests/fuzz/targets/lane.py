@@ -280,8 +280,8 @@ class LaneTarget:
         """What an answer that is no error means for the next questions, and whether it may be one."""
         why = self._questions.nonsense(header)
         problems = [Problem("wrong", f"accepted: {why}")] if why is not None else []
-        if header.get("op") in ("open", "get") and "moment" in told:
-            self._questions.moments = [*self._questions.moments[-20:], (told["moment"], told["version"])]
+        if header.get("op") in ("open", "get") and "view" in told:
+            self._questions.views = [*self._questions.views[-20:], (told["view"], told["version"])]
         if header.get("op") == "commit" and isinstance(header.get("sections"), list) and rows is not None:
             problems += appended_problems(header["sections"], rows)
         return problems
@@ -313,7 +313,7 @@ class LaneTarget:
         self._restarts = self._world.restarts
         self._drop()
         self._questions.session = self._world.open_session()
-        self._questions.moments.clear()
+        self._questions.views.clear()
 
     def close(self) -> None:
         self._drop()

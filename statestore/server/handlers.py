@@ -153,7 +153,7 @@ class Handlers:
         request = decode_commit(header.get("version"), *unpack_sections(header.get("sections"), rows))
         view = self._taken(header)
         try:
-            self._store.look_into(request)
+            self._store.check_commit_rows(request)
         except BaseException:
             if view is not None:
                 self._store.release_view(view)
@@ -244,7 +244,7 @@ class Handlers:
         try:
             data = get(path, span.offset, span.size_bytes)
         except FileNotFoundError:
-            raise self._store.missing(path, header["queue"], header["partition"], header["begin"]) from None
+            raise self._store.missing_file_error(path, header["queue"], header["partition"], header["begin"]) from None
         if data.size < span.size_bytes:
             end = span.offset + data.size
             raise CorruptData(

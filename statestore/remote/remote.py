@@ -286,7 +286,8 @@ class RemoteStore:
             try:
                 response, _ = self._send_once(header, rows, timeout_s)
             except NothingSent:
-                # The daemon has not received all of it, and another connection may work. Else a commit is never repeated.
+                # The daemon has not received all of it, and another connection may work. A commit is not sent
+                # twice for any other reason.
                 response, _ = self._send_once(header, rows, timeout_s)
         except NothingSent as error:
             raise StoreUnavailable(f"{error}: nothing was committed", address=self._address) from error

@@ -102,11 +102,11 @@ class Store(Protocol):
         """Release it some time later. For finalisers, which may run inside any lock: takes none, asks nobody."""
         ...
 
-    def share_moment(self, ttl_ms: int) -> ReadView:
+    def share_view(self, ttl_ms: int) -> ReadView:
         """A moment that any client may read at, held by the store until nobody has renewed it for ``ttl_ms``."""
         ...
 
-    def renew_moment(self, view: ReadView) -> None: ...
+    def renew_view(self, view: ReadView) -> None: ...
 
     def get(self, view: ReadView | None, table_id: int, keys: Binary) -> Binary:
         """The value of each key, null where there is none, in the form of ``keys``; at ``moment``, or as of now."""

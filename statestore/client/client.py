@@ -167,7 +167,7 @@ class StateClient:
 
         It ends when nobody has renewed it (``Snapshot.renew``, ``snapshot_at``) for ``ttl_ms``, not with this client.
         """
-        view = self._store.share_moment(ttl_ms)
+        view = self._store.share_view(ttl_ms)
         return f"{view.session_id}.{view.view_id}.{view.version}"
 
     def snapshot_at(self, token: str) -> Snapshot:

@@ -130,7 +130,7 @@ class Snapshot(_Reads):
 
     def renew(self) -> None:
         """Tell the store that a shared snapshot is still in use. One of this client alone is kept up without it."""
-        self._store.renew_moment(self._opened())
+        self._store.renew_view(self._opened())
 
     def split(self, table: str, parts: int, ranges: Sequence[KeyRange] | None = None) -> list[KeyRange]:
         """Cuts ``ranges`` of a table (all of it) into at least ``parts`` pieces that have rows, if there are enough.

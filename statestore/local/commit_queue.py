@@ -1,4 +1,4 @@
-"""Commits on their way to the one writer, and how they become groups."""
+"""The queue of commits for the one writer, which takes them out in groups."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shuffle.statestore.engine.commit_group import GROUP_COMMITS_MAX
 from shuffle.statestore.request import CommitRequest, Committed
 
 GROUP_BYTES_MAX = 64 * MIB
-"""Bytes in one group; the commit that exceeds it is still taken."""
+"""The most bytes of one group of commits. The commit that exceeds it is still taken."""
 
 _STOP = None
 
 
 class Pending:
-    """A commit that waits for its answer. The writer calls ``finish`` once."""
+    """A commit that waits for its outcome. The writer calls ``finish`` once."""
 
     __slots__ = ("request", "size_bytes")
 
@@ -26,49 +26,50 @@ class Pending:
         self.request = request
         self.size_bytes = request.size_bytes()
 
-    def finish(self, answer: Committed | ShuffleError) -> None:
+    def finish(self, outcome: Committed | ShuffleError) -> None:
         raise NotImplementedError
 
 
 class Awaited(Pending):
-    """One for which a thread waits."""
+    """A commit for whose outcome a thread waits."""
 
-    __slots__ = ("_unanswered", "answer")
+    __slots__ = ("_unfinished", "outcome")
 
     def __init__(self, request: CommitRequest) -> None:
         super().__init__(request)
-        self.answer: Committed | ShuffleError | None = None
-        # One waits and one wakes, once: a lock does that in one step, where an event takes three locks and a queue.
-        self._unanswered = threading.Lock()
-        self._unanswered.acquire()
+        self.outcome: Committed | ShuffleError | None = None
+        # One thread waits and one wakes it, once: a lock does that in one step, an event takes three locks and a queue.
+        self._unfinished = threading.Lock()
+        self._unfinished.acquire()
 
-    def finish(self, answer: Committed | ShuffleError) -> None:
-        if self.answer is None:
-            self.answer = answer
-            self._unanswered.release()
+    def finish(self, outcome: Committed | ShuffleError) -> None:
+        if self.outcome is None:
+            self.outcome = outcome
+            self._unfinished.release()
 
     def wait(self, timeout_s: float) -> bool:
-        """True when there is an answer."""
-        return self._unanswered.acquire(timeout=timeout_s)
+        """Whether the commit has an outcome within ``timeout_s``."""
+        return self._unfinished.acquire(timeout=timeout_s)
 
 
 class CommitQueue:
-    """The commits that wait for the writer. Anybody puts them in; the writer alone takes them out."""
+    """The commits that wait for the writer. Any thread puts them in; only the writer takes them out."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._left_over: list[Pending | None] = []
-        """Taken out of the queue, but not fit for the group at hand: the next one begins with it."""
+        """At most one entry that was taken out of the queue and does not fit the current group: the next group begins
+        with it."""
 
     def put(self, pending: Pending) -> None:
         self._waiting.put(pending)
 
     def stop(self) -> None:
-        """What was put in before this is still taken out."""
+        """End the queue: the commits that were put in before this call are still taken out."""
         self._waiting.put(_STOP)
 
     def next_group(self, timeout_s: float) -> list[Pending] | None:
-        """The next commits to write together: none if none came in time, and None after ``stop``."""
+        """The next commits to write together: an empty list if none came in time, and None after ``stop``."""
         try:
             first = self._left_over.pop() if self._left_over else self._waiting.get(timeout=timeout_s)
         except queue.Empty:
@@ -76,10 +77,11 @@ class CommitQueue:
         return None if first is _STOP else self._gather(first)
 
     def _gather(self, first: Pending) -> list[Pending]:
-        """``first`` and whatever waits behind it, within the bounds of a group."""
+        """``first`` and the commits that wait behind it, within the bounds of a group."""
         group = [first]
         size_bytes = first.size_bytes
-        # Changes of the catalogue go alone: what the others were checked against must not change under them.
+        # A change of the catalogue is a group of its own: the schemas that other commits were checked against must not
+        # change within their group.
         while first.request.catalogue is None and len(group) < GROUP_COMMITS_MAX and size_bytes < GROUP_BYTES_MAX:
             try:
                 pending = self._waiting.get_nowait()
@@ -93,7 +95,7 @@ class CommitQueue:
         return group
 
     def refuse_all(self, refusal: ShuffleError) -> None:
-        """Nobody will write what still waits."""
+        """Finish every commit that still waits with ``refusal``, since nobody will write them."""
         with contextlib.suppress(queue.Empty):
             while True:
                 pending = self._waiting.get_nowait()

@@ -1,4 +1,4 @@
-"""The leases of a store with a clock and with waiting; the rules are in ``leases``."""
+"""The leases of a store, with a clock and with waiting. Their rules are in ``engine.leases``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from shuffle.statestore.store import Member
 
 
 class WatchedLeases:
-    """Safe to use from many threads."""
+    """The lease table of a store, whose groups can be watched for changes. Safe to use from many threads."""
 
     def __init__(self) -> None:
-        # Ids of a life before this one are unknown here, so that their holders learn that they have to register again.
+        # Lease ids that an earlier process gave out are unknown here, so their holders learn that they have to register
+        # again.
         self._table = LeaseTable(first_id=time.time_ns() // 1_000_000 << 20)
         self._changed = threading.Condition()
         self._closed = False
@@ -48,10 +49,10 @@ class WatchedLeases:
         deadline_ms = _now_ms() + min(wait_ms, WAIT_MS_MAX)
         with self._changed:
             while True:
-                found, members = self._members(group)
+                current, members = self._members(group)
                 now_ms = _now_ms()
-                if found != revision or now_ms >= deadline_ms or self._closed:
-                    return found, members
+                if current != revision or now_ms >= deadline_ms or self._closed:
+                    return current, members
                 next_expiry_ms = self._table.next_expiry_ms()
                 until_ms = deadline_ms if next_expiry_ms is None else min(deadline_ms, next_expiry_ms)
                 self._changed.wait(max(until_ms - now_ms, 1) / 1000)
@@ -62,7 +63,7 @@ class WatchedLeases:
             return self._table.groups()
 
     def close(self) -> None:
-        """Whoever watches is told what there is."""
+        """End every watch: each returns the members that there are now."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,8 +1,8 @@
 """The store in this process: the engine, its one writer thread, and the readers around it.
 
 Group commit. Callers put their commit into a queue and wait. The writer takes all that are waiting, lets the engine
-prepare, persist and apply them as one group, publishes the new moment, and wakes the callers. While it syncs, the
-next group gathers. Readers see only published moments, so nobody ever sees what is not durable.
+prepare, persist and apply them as one group, publishes the new version, and wakes the callers. While it syncs, the
+next group gathers. Readers see only published versions, so nobody ever sees what is not durable.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ from shuffle.support.mapped_files import map_range
 from shuffle.support.vital_threads import start_vital
 
 SCAN_BYTES_MAX = 16 * MIB
-"""Bytes in one chunk of a scan."""
+"""The bytes of keys and values after which one chunk of a scan ends."""
 
 _HOUSEKEEPING_S = 0.5
 _MARKER_SYNC_S = 1.0
-"""A power cut takes back no more of the marker than this. Each sync costs the commits behind it a few milliseconds."""
+"""The seconds between two syncs of the marker: a power cut undoes no more of its changes than those of this time. Each
+sync delays the commits after it by a few milliseconds."""
 
 _CLOSED_BEFORE = "the state store was closed before the commit was looked at"
 
@@ -65,15 +66,15 @@ class LocalStore:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._folder = StoreFolder(folder_path(path))
         try:
-            self._opened = open_parts(self._folder, _wall_ms())
+            self._parts = open_parts(self._folder, _wall_ms())
         except BaseException:
             self._folder.close()
             raise
-        self._rocks, self._disk = self._opened.rocks, self._opened.disk
-        self._engine, self._marker = self._opened.engine, self._opened.marker
+        self._rocks, self._disk = self._parts.rocks, self._parts.disk
+        self._engine, self._marker = self._parts.engine, self._parts.marker
         self._lock = threading.Lock()
         self._watchers: dict[tuple[int, int], dict[object, Callable[[], None]]] = {}
-        """Per partition: who wants to be told, once, that it has changed."""
+        """For each partition (queue id, partition), the watchers to notify, once, when it has changed."""
         self._views = ReadViews(self._engine.version, self._rocks.view())
         self._marker_sync_at = 0.0
         self._leases = WatchedLeases()
@@ -83,10 +84,10 @@ class LocalStore:
         self._closed = False
         self._commits = CommitQueue()
         self.on_failure: Callable[[ShuffleError], None] = lambda error: None
-        """Told when the store cannot be used any more. A daemon ends then; a user's own process is left alone, and
-        every call raises the error."""
+        """Called with the error when the store cannot be used any more. A daemon ends then; a user's own process goes
+        on, and every call raises the error."""
         self.on_group: Callable[[Group, float], None] | None = None
-        """Called by the writer after each group that is durable, with the seconds it took to write and sync it."""
+        """Called by the writer after each group that is durable, with the seconds that writing and syncing it took."""
         self._writer = start_vital(self._write_groups, "store-writer", self.fail)
 
     # --- the catalogue ---
@@ -102,7 +103,7 @@ class LocalStore:
     def change_catalogue(self, change: CatalogueChange) -> None:
         self.commit(CommitRequest(catalogue=change))
 
-    # --- moments ---
+    # --- read views ---
 
     def open_view(self) -> ReadView:
         self._check_usable()
@@ -116,12 +117,12 @@ class LocalStore:
         with self._lock:
             self._views.release(view)
 
-    def share_moment(self, ttl_ms: int) -> ReadView:
+    def share_view(self, ttl_ms: int) -> ReadView:
         raise BadInput(
             "a snapshot can be shared only if a daemon serves the store: start one with `shuffle statestore`"
         )
 
-    def renew_moment(self, view: ReadView) -> None:
+    def renew_view(self, view: ReadView) -> None:
         self._view(view)
 
     def _view(self, view: ReadView | None) -> KeyView:
@@ -177,13 +178,14 @@ class LocalStore:
             if view is not None:
                 self.release_view(view)
 
-    def look_into(self, request: CommitRequest) -> None:
-        """Check all rows of a commit, in the thread of who asks for it: there is only one writer.
+    def check_commit_rows(self, request: CommitRequest) -> None:
+        """Check all rows of a commit against their schemas, in the caller's thread: there is only one writer thread.
 
-        What rows of a table or queue look like never changes, so it need not be done again.
+        The schema of a table or queue never changes, so the writer need not repeat this.
         """
-        # Without the lock, which the writer holds while it publishes a group: an entry never changes, taking one out of
-        # a dict is one step, and whether the table is still there when its rows are written the engine finds out.
+        # This does not take the lock, which the writer holds while it publishes a group: an entry never changes,
+        # reading one from a dict is atomic, and the engine checks whether the table still exists when its rows are
+        # written.
         catalogue = self._engine.catalogue
         for write in request.writes:
             catalogue.table(write.table_id).checked(write)
@@ -193,16 +195,16 @@ class LocalStore:
                 append.count_rows(entry.schema, entry.not_null)
 
     def _commit(self, request: CommitRequest) -> Committed:
-        self.look_into(request)
+        self.check_commit_rows(request)
         pending = Awaited(request)
         self.submit([pending])
         while not pending.wait(1.0):
             if not self._writer.is_alive():
                 raise self._failed or StoreUnavailable(_CLOSED_BEFORE)
-        assert pending.answer is not None
-        if isinstance(pending.answer, ShuffleError):
-            raise pending.answer
-        return pending.answer
+        assert pending.outcome is not None
+        if isinstance(pending.outcome, ShuffleError):
+            raise pending.outcome
+        return pending.outcome
 
     def submit(self, commits: Sequence[Pending]) -> None:
         """Hand commits to the writer, which finishes each of them when it is durable or refused."""
@@ -228,7 +230,7 @@ class LocalStore:
             try:
                 self._write_group(group)
             except Exception as error:
-                # A mistake in the store itself: what it holds in memory may be wrong now, what is on the disk is not.
+                # This is a bug of the store itself: its memory may be wrong now, its files are not.
                 self._failed = StoreError(f"the state store must be restarted: {type(error).__name__}: {error}")
                 for pending in group:
                     pending.finish(CommitUnknown(f"the commit may or may not be durable: {self._failed.message}"))
@@ -237,7 +239,7 @@ class LocalStore:
                 housekeeping_at = time.monotonic() + _HOUSEKEEPING_S
 
     def fail(self, error: ShuffleError) -> None:
-        """A thread that this store depends on is dead: nothing is right from now on, and everybody is told so."""
+        """A thread that this store depends on is dead: refuse every commit from now on, and call ``on_failure``."""
         self._failed = self._failed or error
         self._commits.refuse_all(self._failed)
         self.on_failure(self._failed)
@@ -257,7 +259,7 @@ class LocalStore:
         try:
             group = self._engine.prepare([pending.request for pending in waiting], oldest_version)
         except Exception as error:
-            # Nothing was written, and nothing of it is in memory: the next group may go well.
+            # Nothing was written, and nothing of the group is in memory: the next group may succeed.
             _log.error("a group of commits was refused", commits=len(waiting), error=error)
             refusal = StoreError(f"the state store cannot take commits now ({one_line(error)}): nothing was written")
             for pending in waiting:
@@ -267,16 +269,16 @@ class LocalStore:
         try:
             self._engine.persist(group)
             if group.changed:
-                # After the log's sync and before any answer: the marker says what is durable, all of it and no more.
+                # After the log's sync and before any commit is acknowledged: the marker names the durable version.
                 self._marker.acknowledge(self._engine.version)
         except ShuffleError as error:
-            self._answer_failed(waiting, group, error)
+            self._finish_failed(waiting, group, error)
             return
         sync_s = time.monotonic() - begin_s
         unused = self._publish(group)
         crash_points.reach("store.before_answer")
-        for pending, answer in zip(waiting, group.answers, strict=True):
-            pending.finish(answer)
+        for pending, outcome in zip(waiting, group.answers, strict=True):
+            pending.finish(outcome)
         if self.on_group is not None:
             self.on_group(group, sync_s)
         self._remove_files(unused)
@@ -286,18 +288,18 @@ class LocalStore:
             unused = self._engine.apply(group)
             if group.changed:
                 self._views.publish(self._engine.version, self._rocks.view())
-            told = self._take_watchers(group.queues)
-        for tell in told:
-            tell()
+            callbacks = self._take_watchers(group.queues)
+        for notify in callbacks:
+            notify()
         return unused
 
-    def _answer_failed(self, waiting: list[Pending], group: Group, error: ShuffleError) -> None:
+    def _finish_failed(self, waiting: list[Pending], group: Group, error: ShuffleError) -> None:
         if group.reached_rocks:
-            # After a failed write or sync nobody knows what is on the disk. Only opening it again tells.
+            # After a failed write or sync it is unknown what is on the disk, until the store is opened again.
             self._failed = StoreError(f"the state store must be restarted: {error.message}")
             error = CommitUnknown(f"the commit may or may not be durable: {error.message}; read the state again")
-        for pending, answer in zip(waiting, group.answers, strict=True):
-            pending.finish(answer if isinstance(answer, ShuffleError) else error)
+        for pending, outcome in zip(waiting, group.answers, strict=True):
+            pending.finish(outcome if isinstance(outcome, ShuffleError) else error)
 
     def _collect_garbage(self) -> None:
         with self._lock:
@@ -314,7 +316,7 @@ class LocalStore:
         try:
             self._engine.remove_files(names)
         except OSError as error:
-            # Nothing refers to them: the next opening of the store finds them again.
+            # Nothing refers to these files: the next opening of the store removes them.
             _log.warning("files that are not needed any more cannot be removed", error=error)
 
     # --- queues ---
@@ -349,12 +351,12 @@ class LocalStore:
         try:
             mapped = map_range(file, span.offset, span.size_bytes)
         except FileNotFoundError:
-            raise self.missing(file, queue.queue_id, partition, begin) from None
+            raise self.missing_file_error(file, queue.queue_id, partition, begin) from None
         records = span.split(mapped)
         return QueueRead(decode_records(records, queue.schema, str(file), span.offset, span.segment_begin), span.end)
 
-    def missing(self, file: Path, queue_id: int, partition: int, begin: int) -> ShuffleError:
-        """Why there is no ``file``, where the row ``begin`` was a moment ago: trimmed since, or lost."""
+    def missing_file_error(self, file: Path, queue_id: int, partition: int, begin: int) -> ShuffleError:
+        """The error for a ``file`` that is gone since ``locate`` named it: its rows were trimmed, or it is lost."""
         try:
             self.locate(queue_id, partition, begin, 1, 1, 0)
         except ShuffleError as error:
@@ -364,7 +366,7 @@ class LocalStore:
     def locate(
         self, queue_id: int, partition: int, begin: int, max_rows: int, max_bytes: int, wait_ms: int
     ) -> Span | None:
-        """Where the rows from ``begin`` on are, waiting for the first of them; None when none came in time."""
+        """The span of the rows from ``begin`` on, waiting for the first of them; None when none came in time."""
         deadline = time.monotonic() + min(wait_ms, WAIT_MS_MAX) / 1000
         while True:
             arrived = threading.Event()
@@ -385,11 +387,11 @@ class LocalStore:
         max_rows: int,
         max_bytes: int,
         watcher: object,
-        tell: Callable[[], None],
+        notify: Callable[[], None],
     ) -> Span | None:
-        """Where the rows are; or None, and ``tell`` is called once when the partition has changed since.
+        """The span of the rows; or None, and then ``notify`` is called once, when the partition has changed.
 
-        It is called by the writer, so it must be short. ``watcher`` is who to ``unwatch``.
+        The writer calls ``notify``, so it must be short. ``watcher`` identifies the watch for ``unwatch``.
         """
         self._check_usable()
         with self._lock:
@@ -397,7 +399,7 @@ class LocalStore:
                 queue_id, partition, begin, max(max_rows, 1), min(max(max_bytes, 1), BATCH_BYTES_MAX)
             )
             if span is None:
-                self._watchers.setdefault((queue_id, partition), {})[watcher] = tell
+                self._watchers.setdefault((queue_id, partition), {})[watcher] = notify
         return span
 
     def unwatch(self, queue_id: int, partition: int, watcher: object) -> None:
@@ -407,7 +409,7 @@ class LocalStore:
                 watchers.pop(watcher, None)
 
     def _take_watchers(self, partitions: Iterable[tuple[int, int]]) -> list[Callable[[], None]]:
-        return [tell for place in partitions for tell in self._watchers.pop(place, {}).values()]
+        return [notify for partition in partitions for notify in self._watchers.pop(partition, {}).values()]
 
     def segment_path(self, name: str) -> Path:
         return self._disk.path(name)
@@ -436,13 +438,14 @@ class LocalStore:
 
     def stats(self) -> dict[str, Any]:
         with self._lock:
-            found = self._engine.stats()
-            found["total"]["open_moments"] = len(self._views)
-            found["total"]["commits"] = self._commits_written
-            found["total"]["groups"] = self._groups_written
-            found["total"]["marker_bytes"] = self._marker.written_bytes
-            found["total"]["marker_syncs"] = self._marker.syncs
-        return found
+            stats = self._engine.stats()
+            total = stats["total"]
+            total["open_moments"] = len(self._views)
+            total["commits"] = self._commits_written
+            total["groups"] = self._groups_written
+            total["marker_bytes"] = self._marker.written_bytes
+            total["marker_syncs"] = self._marker.syncs
+        return stats
 
     @property
     def closed(self) -> bool:
@@ -450,7 +453,7 @@ class LocalStore:
 
     @property
     def failure(self) -> ShuffleError | None:
-        """Why nothing can be written any more, if that is so."""
+        """The error because of which nothing can be written any more; None while the store is sound."""
         return self._failed
 
     @property
@@ -463,7 +466,7 @@ class LocalStore:
 
     @property
     def store_id(self) -> str:
-        """Of the store on this disk, whoever serves it and however often it was started."""
+        """The id of the store in this folder, in hexadecimal; it is the same after every start."""
         return self._marker.store_id.hex()
 
     def announce(self, address: str) -> None:
@@ -473,19 +476,19 @@ class LocalStore:
         self._folder.withdraw()
 
     def close(self) -> None:
-        """Finish what was accepted, then give the folder back."""
+        """Finish the commits that were accepted, then unlock the folder."""
         if self._closed:
             return
         self._closed = True
         self._commits.stop()
         self._writer.join(60)
         with self._lock:
-            told = self._take_watchers(list(self._watchers))
+            callbacks = self._take_watchers(list(self._watchers))
             self._views.close()
-        for tell in told:
-            tell()
+        for notify in callbacks:
+            notify()
         self._leases.close()
-        self._opened.close()
+        self._parts.close()
         self._folder.close()
 
 

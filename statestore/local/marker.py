@@ -5,11 +5,12 @@ It is one record in the file ``STORE``:
     8 B magic · 16 B store id · 8 B version · 8 B checksum (xxh3) of what is before it
 
 The store id is random, made with the store, and is a key of its database too, so that a database and a folder which do
-not belong together are told apart. The version is written after the log of a group was synced and before anybody is
-answered, so it never says more than is durable; a database that reaches less has lost what was acknowledged.
+not belong together are recognised. The version is written after the log of a group was synced and before any of its
+commits is acknowledged, so it never exceeds what is durable; a database with a lower version has lost acknowledged
+commits.
 
-It is not synced with every group. What was written survives the death of the process in any case; only a power cut can
-take it back, by no more than what came since ``sync``. The very first one is synced, so that a version of 0 means
+It is not synced with every group. A record that was written survives the death of the process in any case; only a power
+cut can undo it, back to the record of the last ``sync``. The very first one is synced, so that a version of 0 means
 that nothing was ever acknowledged. The record lies within one sector of the disk, which is written whole or not at all.
 """
 
@@ -27,7 +28,7 @@ from shuffle.errors import CorruptData, StoreError, StoreNotWritable
 
 FILE = "STORE"
 PRIVATE_FILE = 0o600
-"""What the store holds is for the user who runs it; others ask the daemon."""
+"""The permissions of the store's files: only the user who runs the store may read them, others use the daemon."""
 
 _MAGIC = b"SHUFSTO\x01"
 _RECORD = struct.Struct("<8s16sQ")
@@ -35,7 +36,7 @@ _RECORD_BYTES = _RECORD.size + 8
 
 
 class Marker:
-    """The opened marker of one folder. One thread writes it."""
+    """The open marker of one folder. Only one thread writes it."""
 
     def __init__(self, folder: Path, store_id: bytes, version: int) -> None:
         self.path = folder / FILE
@@ -48,14 +49,14 @@ class Marker:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
 
     @staticmethod
-    def make(folder: Path, store_id: bytes, version: int) -> Marker:
-        """The marker of a folder that has none, durable before this returns."""
+    def create(folder: Path, store_id: bytes, version: int) -> Marker:
+        """Create the marker of a folder that has none; it is durable when this returns."""
         write_whole(folder / FILE, _encoded(store_id, version))
         return Marker(folder, store_id, version)
 
     @staticmethod
-    def found(folder: Path) -> Marker | None:
-        """The marker that is there, or None; raises when it is damaged."""
+    def load(folder: Path) -> Marker | None:
+        """The marker of ``folder``, or None if it has none; raises ``CorruptData`` when it is damaged."""
         path = folder / FILE
         try:
             data = path.read_bytes()
@@ -75,7 +76,7 @@ class Marker:
         )
 
     def acknowledge(self, version: int) -> None:
-        """Everything up to ``version`` is durable and may be answered."""
+        """Note that every commit up to ``version`` is durable, before it is acknowledged."""
         first = not self.version
         try:
             self.written_bytes += os.pwrite(self._descriptor, _encoded(self.store_id, version), 0)
@@ -87,7 +88,7 @@ class Marker:
             self.sync()
 
     def sync(self) -> None:
-        """Make what was written outlive a power cut, if anything was."""
+        """Sync the record if it was written since the last sync, so that it survives a power cut."""
         if self._changed:
             with _as_store_error(self.path):
                 os.fdatasync(self._descriptor)
@@ -100,7 +101,7 @@ class Marker:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a small file; after a crash it is the old one or the new one, and the new one after this returns."""
+    """Replace a small file atomically: after a crash it has the old or the new content; when this returns, the new."""
     written = path.with_name(path.name + ".new")
     with _as_store_error(path):
         descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, PRIVATE_FILE)

@@ -1,4 +1,4 @@
-"""The moments at which a store can be read: the newest one, and older ones that readers keep open.
+"""The read views of a store: the newest published version, and older ones that readers keep open.
 
 Plain bookkeeping without a lock of its own: the store holds its lock around every call but ``abandon``.
 """
@@ -13,7 +13,7 @@ from shuffle.statestore.store import ReadView
 
 
 class ReadViews:
-    """What has been published, and who still reads at an earlier version."""
+    """The version that was published last, and the read views that are still open at it or at earlier ones."""
 
     def __init__(self, version: int, view: KeyView) -> None:
         self._version = version
@@ -28,11 +28,11 @@ class ReadViews:
 
     @property
     def oldest_version(self) -> int:
-        """The version of the oldest moment that is open; where none is, that of the newest there is."""
+        """The version of the oldest read view that is open; where none is open, the version that was published last."""
         return min(self._open_versions, default=self._version)
 
     def publish(self, version: int, view: KeyView) -> None:
-        """A group of commits is durable: this is what readers see from now on."""
+        """A group of commits is durable: from now on, new readers see ``view``."""
         self._version, self._view = version, view
 
     def open(self) -> ReadView:
@@ -42,23 +42,24 @@ class ReadViews:
         return ReadView(self._last_id, self._version)
 
     def view(self, view: ReadView | None) -> KeyView:
-        """What ``moment`` sees; without one, what was published last."""
+        """The keys as the read view ``view`` sees them; for None, as they were published last."""
         if view is None:
             return self._view
-        found = self._open.get(view.view_id)
-        if found is None:
+        entry = self._open.get(view.view_id)
+        if entry is None:
             raise Expired("the snapshot or transaction is over: it was released, or its client was silent too long")
-        return found[1]
+        return entry[1]
 
     def release(self, view: ReadView) -> None:
-        found = self._open.pop(view.view_id, None)
-        if found is not None:
-            self._open_versions[found[0]] -= 1
-            if not self._open_versions[found[0]]:
-                del self._open_versions[found[0]]
+        entry = self._open.pop(view.view_id, None)
+        if entry is not None:
+            version = entry[0]
+            self._open_versions[version] -= 1
+            if not self._open_versions[version]:
+                del self._open_versions[version]
 
     def abandon(self, view: ReadView) -> None:
-        """Release it with the next ``release_abandoned``. For finalisers, which may run inside of any lock."""
+        """Have ``view`` released by the next ``release_abandoned``. For finalisers, which may run inside any lock."""
         self._abandoned.append(view)
 
     def release_abandoned(self) -> None:

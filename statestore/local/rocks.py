@@ -1,6 +1,6 @@
-"""RocksDB, as little of it as the store needs. The only module that imports ``rocksdict``.
+"""The part of RocksDB that the store needs. This is the only module that imports ``rocksdict``.
 
-One column family holds everything, so that one snapshot is one moment of all tables.
+One column family holds everything, so that one snapshot covers all tables at one version.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Pair = tuple[bytes, bytes]
 
 TURN_ROWS_MIN = 64
 TURN_ROWS_MAX = 1_024
-"""Rows of a scan before others may use the iterator: a few milliseconds."""
+"""The rows that a scan reads before other threads may use the iterator: at first few, then so many as take a few
+milliseconds."""
 
 _STATISTICS = {
     "log_bytes": "rocksdb.wal.bytes",
@@ -31,17 +32,17 @@ _STATISTICS = {
 }
 
 _LOG_BLOCK_BYTES = 32_768
-_LOG_HEAD = struct.Struct("<4xHB")
-_LOG_KINDS = {1, 2, 3, 4}
-"""Of the records of a log: a whole one, or the first, a middle or the last piece of one."""
-_RECYCLED_KINDS = {5, 6, 7, 8, 11}
-"""The same in a log that is written over an old one, which is never asked for here."""
+_RECORD_HEAD = struct.Struct("<4xHB")
+_RECORD_TYPES = {1, 2, 3, 4}
+"""The types of the records of a log: a whole record, or the first, a middle or the last piece of one."""
+_RECYCLED_RECORD_TYPES = {5, 6, 7, 8, 11}
+"""The same types in a recycled log, which is written over an old one. This store never enables that."""
 
 
 def _options() -> Options:
     options = Options(raw_mode=True)
     options.create_if_missing(False)
-    # Whatever is not a whole record ends the log. Whether anything acknowledged was behind it, ``opening`` finds out.
+    # The log ends before the first record that is not whole. ``opening`` checks whether acknowledged commits are lost.
     options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
     options.set_write_buffer_size(64 * MIB)
     # State rows are overwritten often: the longer they stay in the memtable, the fewer versions of them are flushed.
@@ -59,15 +60,15 @@ def _options() -> Options:
 
 
 def has_database(folder: Path) -> bool:
-    """Whether there is a database, or something is left of one: RocksDB would make a new one over it."""
-    # A database begins with the file CURRENT; only after that it has a log and tables.
+    """Whether there is a database, or a part of one, over which RocksDB would create a new one."""
+    # The file CURRENT is the first that a database gets; its log and tables come later.
     return (folder / "CURRENT").exists() or any(
         next(folder.glob(pattern), None) is not None for pattern in ("*.log", "*.sst")
     )
 
 
-def look(folder: Path, keys: Sequence[bytes]) -> list[bytes | None]:
-    """The values of some keys as they would be after opening the database; its files stay as they are."""
+def read_closed(folder: Path, keys: Sequence[bytes]) -> list[bytes | None]:
+    """The values of ``keys`` as they would be after opening the database, whose files are not changed."""
     for path in (*folder.glob("*.log"), *folder.glob("MANIFEST-*")):
         at = _recycled_record(path)
         if at is not None:
@@ -90,32 +91,32 @@ def look(folder: Path, keys: Sequence[bytes]) -> list[bytes | None]:
 
 
 def _recycled_record(path: Path) -> int | None:
-    """Where a log has a record of the kind that only logs which are written over have; ours never are.
+    """The offset of the first record of a type that only recycled logs have, or None. This store never recycles logs.
 
     RocksDB reads on for ever when it meets one, and a single flipped bit makes one of a good record. So the heads of
-    the records are walked first: 4 B checksum, 2 B length, 1 B kind, none of them across the border of a block. After
-    anything else that is wrong, or was never written, RocksDB goes on with the next block, and so does this.
+    the records are checked first: 4 B checksum, 2 B length, 1 B type, none of them across the border of a block. After
+    any other damage, or where nothing was written, RocksDB goes on with the next block, and so does this function.
     """
     data = memoryview(map_range(path, 0, path.stat().st_size))
     for block in range(0, len(data), _LOG_BLOCK_BYTES):
         at, end = block, min(block + _LOG_BLOCK_BYTES, len(data))
-        while at + _LOG_HEAD.size <= end:
-            length, kind = _LOG_HEAD.unpack_from(data, at)
-            if kind in _RECYCLED_KINDS:
+        while at + _RECORD_HEAD.size <= end:
+            length, record_type = _RECORD_HEAD.unpack_from(data, at)
+            if record_type in _RECYCLED_RECORD_TYPES:
                 return at
-            if kind not in _LOG_KINDS:
+            if record_type not in _RECORD_TYPES:
                 break
-            at += _LOG_HEAD.size + length
+            at += _RECORD_HEAD.size + length
     return None
 
 
-class View:
-    """All tables at one moment. Cheap to make, and safe to read from many threads."""
+class RocksView:
+    """All tables at one version. Cheap to create, and safe to read from many threads."""
 
     def __init__(self, database: Rdict) -> None:
         self._snapshot = database.snapshot()
-        # An iterator reads what is newest when it is made, even one that a snapshot is asked for. So the iterator of
-        # this moment is made at this moment, and its users take turns.
+        # An iterator reads the newest version at its creation, even if it is created from a snapshot. So the iterator
+        # of this version is created together with the snapshot, and its users take turns.
         self._iterator = database.iter()
         self._turn = threading.Lock()
 
@@ -175,7 +176,7 @@ class Rocks:
     """An open database. Writes go through ``write`` and are durable after ``sync``."""
 
     def __init__(self, folder: Path, create: bool = True) -> None:
-        """``create`` makes a database where there is none."""
+        """With ``create``, a database is created where there is none."""
         self._options = _options()
         self._options.create_if_missing(create)
         try:
@@ -183,8 +184,8 @@ class Rocks:
         except Exception as error:
             raise _translated(error, folder) from None
 
-    def view(self) -> View:
-        return View(self._database)
+    def view(self) -> RocksView:
+        return RocksView(self._database)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         try:
@@ -199,7 +200,7 @@ class Rocks:
     ) -> int:
         """Remove ranges, then apply keys and values (None deletes) in order; atomically, and not yet synced.
 
-        Returns the bytes of the batch: a range is a few of them, however many keys it has.
+        Returns the bytes of the batch, in which a range takes only a few, however many keys it has.
         """
         batch = WriteBatch(raw_mode=True)
         for begin, end in cleared:
@@ -224,33 +225,34 @@ class Rocks:
         return size_bytes
 
     def sync(self) -> None:
-        """Make every write so far durable. Unlike a synced write this leaves the GIL to the readers."""
+        """Make every write so far durable. Unlike a synced write, this releases the GIL for the readers."""
         try:
             self._database.flush_wal(True)
         except Exception as error:
             raise _translated(error) from None
 
     def unflushed_bytes(self) -> int:
-        """Bytes in memory and in the log only. A flush writes them once more, before the log is removed."""
+        """The bytes only in memory and in the log. A flush writes them once more, before the log is removed."""
         return self._database.property_int_value("rocksdb.cur-size-all-mem-tables") or 0
 
     def statistics(self) -> dict[str, int]:
-        """Bytes written since the database was opened (log, flushes, compactions), and bytes held in memory."""
+        """The bytes written since the database was opened (log, flushes, compactions), and the bytes held in memory."""
         text: str = self._options.get_statistics() or ""
-        found: dict[str, int] = {}
+        figures: dict[str, int] = {}
         for name, ticker in _STATISTICS.items():
             match = re.search(rf"^{re.escape(ticker)} COUNT : (\d+)", text, re.MULTILINE)
-            found[name] = int(match.group(1)) if match else 0
-        found["memtable_bytes"] = self.unflushed_bytes()
-        found["cache_bytes"] = self._database.property_int_value("rocksdb.block-cache-usage") or 0
-        return found
+            figures[name] = int(match.group(1)) if match else 0
+        figures["memtable_bytes"] = self.unflushed_bytes()
+        figures["cache_bytes"] = self._database.property_int_value("rocksdb.block-cache-usage") or 0
+        return figures
 
     def close(self) -> None:
         self._database.close()
 
 
 def _translated(error: Exception, folder: Any = None) -> StoreError:
-    """RocksDB speaks in sentences; these are the ones a user can do something about."""
+    """The error of this project for an exception of RocksDB, which only its text describes. The cases that a user can
+    act on have types of their own."""
     text = " ".join(str(error).split())
     where = f" {folder}" if folder else ""
     named = str(folder) if folder else None

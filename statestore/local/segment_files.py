@@ -1,4 +1,4 @@
-"""Segment files on a real disk: appended to, synced, mapped, removed. Knows names and bytes, not rows."""
+"""Segment files on a real disk: appending, syncing, mapping and removing them. It knows names and bytes, not rows."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from shuffle.statestore.local.store_folder import PRIVATE_FOLDER
 from shuffle.support.mapped_files import map_range
 
 _PARTS_MAX = 512
-"""Buffers in one writev; the kernel takes at most 1,024."""
-
+"""The most buffers of one ``pwritev``; the kernel takes at most 1,024."""
 
 OPEN_FILES_MAX = 128
-"""Segments kept open for the next append: those appended to last. To open one again costs ten microseconds, and the
-sync that follows a hundred times as much."""
+"""The number of segments that are kept open for the next append: those that were appended to last. Opening one again
+costs ten microseconds, and the sync that follows a hundred times as much."""
 
 
 class SegmentDisk:
-    """The folder of segment files. A segment is appended to by one thread at a time; any may map what was committed."""
+    """The folder of segment files. Only one thread at a time appends to a segment; any may map what was committed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._descriptors: dict[str, int] = {}
-        """Of the segments that are open and not in use, the one used last at the end."""
+        """The file descriptors of the segments that are open and not in use, in the order of their last use."""
         self._lock = threading.Lock()
         self._aside = folder.parent / "set_aside"
         self.written_bytes = 0
@@ -41,7 +40,7 @@ class SegmentDisk:
         return self._folder / name
 
     def map(self, name: str, size_bytes: int, offset: int = 0) -> pa.Buffer:
-        """``size_bytes`` of a segment from ``offset`` on; see ``map_range``."""
+        """Map ``size_bytes`` of a segment from ``offset`` on; see ``map_range``."""
         path = self.path(name)
         try:
             return map_range(path, offset, size_bytes)
@@ -59,7 +58,7 @@ class SegmentDisk:
         return self.path(name).stat().st_mtime_ns // 1_000_000
 
     def create(self, name: str, header: bytes) -> None:
-        """A new segment with its header; its name is durable after this, its contents after ``sync``."""
+        """Create a segment with its header; its name is durable when this returns, its contents after ``sync``."""
         with _as_store_error(name):
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
             self._keep(name, os.open(self.path(name), flags, PRIVATE_FILE))
@@ -69,7 +68,7 @@ class SegmentDisk:
     def append(self, name: str, offset: int, parts: Sequence[bytes | memoryview]) -> int:
         """Write ``parts`` at ``offset``, which is where the committed bytes end. Returns the bytes written.
 
-        Whatever an earlier attempt left behind the offset is overwritten, and cut off if this attempt fails.
+        Bytes that an earlier attempt left after the offset are overwritten, and cut off if this attempt fails.
         """
         written = 0
         with self._opened(name) as descriptor, _as_store_error(name):
@@ -102,7 +101,7 @@ class SegmentDisk:
             os.ftruncate(descriptor, size_bytes)
 
     def close_file(self, name: str) -> None:
-        """The segment gets no more appends; mapping it stays possible."""
+        """Close a segment that gets no more appends; it can still be mapped."""
         with self._lock:
             descriptor = self._descriptors.pop(name, None)
         if descriptor is not None:
@@ -114,14 +113,14 @@ class SegmentDisk:
             self.path(name).unlink()
 
     def set_aside(self, name: str) -> None:
-        """Move a file to the folder beside this one; what was set aside before under the same name stays."""
+        """Move a file to the folder ``set_aside`` beside this one; a file that has the same name there stays."""
         with _as_store_error(name):
             self._aside.mkdir(PRIVATE_FOLDER, exist_ok=True)
             target = self._aside / name
-            again = 0
+            copy = 0
             while target.exists():
-                again += 1
-                target = self._aside / f"{name}.{again}"
+                copy += 1
+                target = self._aside / f"{name}.{copy}"
             self.path(name).rename(target)
 
     def free_bytes(self) -> int:
@@ -134,7 +133,7 @@ class SegmentDisk:
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[int]:
-        """The file of a segment. While it is in use it is not among those that may be closed."""
+        """The descriptor of a segment's file. While it is in use it is not among those that may be closed."""
         with self._lock:
             descriptor = self._descriptors.pop(name, None)
         if descriptor is None:

@@ -1,14 +1,14 @@
-"""The folder of a store: who may open it, which format it has, and who serves it.
+"""The folder of a store: who may open it, which format it has, and which daemon serves it.
 
 LOCK          held by the process that has the store open
 FORMAT        the version of everything below
-STORE         which store this is, and what it has acknowledged (``marker``)
+STORE         the id of the store, and the version it has acknowledged (``marker``)
 rocks/        RocksDB: tables, positions, catalogue
 segments/     the rows of queues
 set_aside/    files found in segments/ that this store knows nothing about
 daemon.json   the address of the daemon that serves this folder, while it does
 
-The folder is for the user who runs the store, and nobody else: others ask the daemon.
+Only the user who runs the store may read the folder: other users go through the daemon.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from shuffle.statestore.wire import announcement
 from shuffle.support.logs import get_logger
 
 FORMAT = 2
-"""1 had no marker. Code of that time would not notice a database that is missing, so it must not open this."""
+"""The format version that this code writes. Format 1 had no marker: code that knows only format 1 would not notice a
+missing database, so it must not open a folder of format 2."""
 
 PRIVATE_FOLDER = 0o700
+"""The permissions of the store's folders: only the user who runs the store may enter them."""
 
 _PARTS = {"LOCK", "FORMAT", "STORE", "rocks", "segments", "set_aside", announcement.FILE, "logs"}
-"""What there is in the folder of a store; ``logs`` are those of the processes of a job."""
+"""The names that the folder of a store may contain; ``logs`` holds the logs of the processes of a job."""
 
 _log = get_logger("shuffle.statestore.local.store_folder")
 
@@ -44,7 +46,7 @@ def scheme_of(text: str) -> str | None:
 
 
 def folder_path(folder: str | os.PathLike[str]) -> Path:
-    """``folder`` as an absolute path; ``BadInput`` for an address, of which a folder ``http:`` would be made else."""
+    """``folder`` as an absolute path; ``BadInput`` for an address, which would become a folder named ``http:``."""
     text = os.fspath(folder)
     if scheme_of(text) is not None:
         raise BadInput(
@@ -56,15 +58,15 @@ def folder_path(folder: str | os.PathLike[str]) -> Path:
 
 
 class StoreFolder:
-    """An opened folder; ``close`` gives it back."""
+    """An open folder, locked by this process until ``close``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = self._opened_lock()
+        self._lock = self._open_lock_file()
         try:
             self._take_lock()
-            self.format = self._found_format()
-            """What the folder had when it was opened; 0 for a new one."""
+            self.format = self._read_format()
+            """The format version of the folder; 0 for a new one, until ``set_format``."""
             self._make_private()
         except BaseException:
             os.close(self._lock)
@@ -83,13 +85,13 @@ class StoreFolder:
         return next(self.segments.glob("*.seg"), None) is not None
 
     def set_format(self) -> None:
-        """From now on the folder has the format of this version."""
+        """Mark the folder as having the format that this code writes."""
         if self.format != FORMAT:
             write_whole(self.path / "FORMAT", b"%d\n" % FORMAT)
             self.format = FORMAT
 
     def announce(self, address: str) -> None:
-        """Leave the daemon's address for ``StateClient.open``, whole or not at all."""
+        """Write the daemon's address, atomically, to where ``StateClient.open`` looks for it."""
         announcement.announce(self.path, address, PRIVATE_FILE)
 
     def withdraw(self) -> None:
@@ -98,7 +100,7 @@ class StoreFolder:
     def close(self) -> None:
         os.close(self._lock)
 
-    def _opened_lock(self) -> int:
+    def _open_lock_file(self) -> int:
         try:
             self.path.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
             return os.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
@@ -123,7 +125,7 @@ class StoreFolder:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, b"%d" % os.getpid(), 0)
 
-    def _found_format(self) -> int:
+    def _read_format(self) -> int:
         file = self.path / "FORMAT"
         try:
             text = file.read_bytes()
@@ -137,20 +139,20 @@ class StoreFolder:
             return 0
         except OSError as error:
             raise StoreNotWritable(f"{file}: {error.strerror}", folder=str(self.path)) from None
-        found = int(text) if re.fullmatch(rb"[0-9]{1,9}\s*", text) else 0
-        if found < 1:
+        version = int(text) if re.fullmatch(rb"[0-9]{1,9}\s*", text) else 0
+        if version < 1:
             raise CorruptData(f"{file} does not hold a format version: the folder is damaged", folder=str(self.path))
-        if found > FORMAT:
+        if version > FORMAT:
             raise FormatTooNew(
-                f"the state store {self.path} has format {found}; this version understands up to {FORMAT}: upgrade",
+                f"the state store {self.path} has format {version}; this version understands up to {FORMAT}: upgrade",
                 folder=str(self.path),
-                found=found,
+                found=version,
             )
-        return found
+        return version
 
     def _make_private(self) -> None:
-        """Nobody but its user gets into the folder, also if it was made by an earlier version or by hand."""
-        # A store may have been made in a folder of something else; only the store's own parts are private then.
+        """Let only its user into the folder, also if it was created by an earlier version or by hand."""
+        # A store may have been created in a folder with other files; then only the store's own parts are made private.
         if {file.name.removesuffix(".new") for file in self.path.iterdir()} <= _PARTS:
             _tighten(self.path)
         for folder in (self.rocks, self.segments):
@@ -172,7 +174,7 @@ def _tighten(folder: Path) -> None:
 
 
 def is_open(path: Path) -> bool:
-    """Whether some process has the store in ``path`` open, as a daemon or for itself."""
+    """Whether some process has the store in ``path`` open, as a daemon or embedded."""
     try:
         lock = os.open(path / "LOCK", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

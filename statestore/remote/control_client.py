@@ -1,8 +1,8 @@
 """The client's end of the control plane: its methods as Flight actions.
 
 The daemon's control plane is a gRPC service, for tools, probes and clients in any language. Arrow Flight is gRPC too,
-so the library that carries the rows can call it as well. Python's own gRPC library would be another copy of all that in
-each worker: 20 MB of memory.
+so the library that transfers the rows can call it as well. Python's own gRPC library would be a second implementation
+of that in each worker, which takes 20 MB of memory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from shuffle.errors import BadInput, StoreUnavailable
 from shuffle.support import flight
 
 RECONNECT_S_MAX = 1.5
-"""How long a call waits for a daemon that could not be reached the last time: it may be on its way up."""
+"""The most seconds that a call waits for a daemon that the call before could not reach: it may be starting."""
 
 RECONNECT_PAUSE_S = 0.05
+"""The seconds between two attempts to reach it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo:
-    """Who serves, and where the rows are: ``InfoReply`` of ``proto/control.proto``."""
+    """The store that a daemon serves, and the addresses of its data plane: ``InfoReply`` of ``proto/control.proto``."""
 
     flight_address: str
     folder: str
@@ -43,8 +44,8 @@ class ControlClient:
         self._closed = threading.Event()
 
     def info(self, timeout_s: float) -> StoreInfo:
-        found = self.call("Info", timeout_s)
-        return StoreInfo(**{name: str(found.get(name, "")) for name in StoreInfo.__dataclass_fields__})
+        reply = self.call("Info", timeout_s)
+        return StoreInfo(**{name: str(reply.get(name, "")) for name in StoreInfo.__dataclass_fields__})
 
     def call(self, method: str, timeout_s: float, /, **fields: Any) -> dict[str, Any]:
         """The reply of ``method`` to the request with these fields, both as protobuf's JSON."""
@@ -57,7 +58,7 @@ class ControlClient:
         return self._send(self._client, method, body, timeout_s)
 
     def _reconnect(self) -> None:
-        """On a new connection: the old one refuses calls until its back-off is over, though the daemon may be back."""
+        """Open a new connection: the old one refuses calls until its back-off ends, though the daemon may be back."""
         deadline_s = time.monotonic() + RECONNECT_S_MAX
         while True:
             client = flight.connect(self._address)
@@ -77,8 +78,8 @@ class ControlClient:
             response = flight.do_action(
                 client, method, body, who=f"the state store at {self._address}", timeout_s=timeout_s
             )
-            found: dict[str, Any] = json.loads(response)
-            return found
+            reply: dict[str, Any] = json.loads(response)
+            return reply
         except StoreUnavailable as error:
             self._unreachable = True
             raise StoreUnavailable(error.message, address=self._address) from error.__cause__

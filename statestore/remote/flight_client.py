@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from shuffle.errors import BadInput, ShuffleError, StoreUnavailable, TooBusy, from_wire
 from shuffle.limits import RESPONSE_HEADER_BYTES_MAX
-from shuffle.statestore.remote.transport import NothingSent, OnHeader, Response, words_of
+from shuffle.statestore.remote.transport import NothingSent, OnHeader, Response, short_cause
 from shuffle.statestore.wire.messages import (
     EXCHANGE,
     FRAME,
@@ -30,12 +30,15 @@ from shuffle.support import flight
 from shuffle.support.vital_threads import OnDeath, start_vital
 
 POOL_MAX = 64
-"""Idle streams kept; each is a thread at the daemon."""
+"""The most idle streams that are kept; each occupies a thread of the daemon."""
 
 _WATCH_PERIOD_S = 0.25
+"""The seconds between two checks for requests that are past their deadline."""
 
 
 class _Stream:
+    """One ``DoExchange`` stream, which carries one request at a time."""
+
     def __init__(self, client: Any) -> None:
         descriptor = flight.FlightDescriptor.for_command(EXCHANGE)
         self._writer, self._reader = client.do_exchange(descriptor)
@@ -65,10 +68,10 @@ class _Stream:
 
 
 class FlightClient:
-    """A ``Transport`` over streams to one daemon. One that broke is thrown away; the next request opens another."""
+    """A ``Transport`` over streams to one daemon. A broken stream is discarded; the next request opens another."""
 
     def __init__(self, connect: Callable[[], Any], who: str, on_death: OnDeath) -> None:
-        """``on_death``: see ``vital_threads``. Without the thread behind it, the wait for a response has no end."""
+        """``on_death``: see ``vital_threads``. Without the thread for deadlines, a request could wait for ever."""
         self._connect = connect
         self._who = who
         self._lock = threading.Lock()
@@ -94,10 +97,10 @@ class FlightClient:
         with self._lock:
             self._in_use[stream] = time.monotonic() + timeout_s
         try:
-            response, found = stream.send(header["op"], encoded, batch)
+            response, received = stream.send(header["op"], encoded, batch)
         except BaseException as error:
             self._finished(stream, alive=False)
-            # A response that is none (``BadInput``) leaves open what has happened, as one that never came.
+            # After an invalid response (``BadInput``) it is unknown whether the request was executed, as without one.
             if not isinstance(error, Exception) or (
                 isinstance(error, ShuffleError) and not isinstance(error, BadInput)
             ):
@@ -106,13 +109,13 @@ class FlightClient:
                 raise NothingSent(refused.message) from refused
             raise StoreUnavailable(
                 f"the state store at {self._who} went away or did not answer within {timeout_s:g} s "
-                f"({words_of(error)})",
+                f"({short_cause(error)})",
                 address=self._who,
             ) from error
         self._finished(stream, alive=True)
         if "error" in response:
             raise from_wire(response["error"])
-        return response, found
+        return response, received
 
     def close(self) -> None:
         self._closed.set()
@@ -141,7 +144,7 @@ class FlightClient:
         except Exception as error:
             with self._lock:
                 self._client = None
-            raise NothingSent(f"the state store at {self._who} cannot be reached ({words_of(error)})") from error
+            raise NothingSent(f"the state store at {self._who} cannot be reached ({short_cause(error)})") from error
 
     def _finished(self, stream: _Stream, alive: bool) -> None:
         with self._lock:
@@ -150,11 +153,11 @@ class FlightClient:
                 self._idle.append(stream)
                 return
             if not alive:
-                # The others lead to the same daemon; if it was restarted they are as dead as this one.
-                dead, self._idle, self._client = self._idle, [], None
+                # The idle streams lead to the same daemon; if it was restarted, they are broken as well.
+                broken, self._idle, self._client = self._idle, [], None
             else:
-                dead = []
-        for one in [stream, *dead]:
+                broken = []
+        for one in [stream, *broken]:
             one.close()
 
     def _watch(self) -> None:
@@ -168,8 +171,8 @@ class FlightClient:
 
 
 def _aligned(data: pa.Buffer) -> pa.Buffer:
-    """The records, each of which begins at a multiple of 8 bytes in memory as it does in its file.
+    """``data`` in memory whose address is a multiple of 8, so that each record is aligned as it is in its file.
 
-    gRPC puts a message wherever it likes, and some of what computes on columns insists on this.
+    gRPC does not align messages, and some of the code that computes on columns requires it.
     """
     return data if data.address % 8 == 0 else pa.py_buffer(data.to_pybytes())

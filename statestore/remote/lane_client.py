@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from shuffle.errors import BadInput, StoreUnavailable, from_wire
 from shuffle.limits import BATCH_BYTES_MAX, KIB, MIB, RESPONSE_HEADER_BYTES_MAX
-from shuffle.statestore.remote.transport import NothingSent, OnHeader, Response, words_of
+from shuffle.statestore.remote.transport import NothingSent, OnHeader, Response, short_cause
 from shuffle.statestore.wire.lane_frames import (
     GREETING,
     RESPONSE_BYTES_MAX,
@@ -28,27 +28,27 @@ from shuffle.statestore.wire.messages import Header, Rows
 from shuffle.statestore.wire.operations import check_response
 
 POOL_MAX = 64
-"""Idle connections kept."""
+"""The most idle connections that are kept."""
 
 CONNECT_TIMEOUT_S = 5.0
 
 NO_ROOM_S = 1.0
 NO_ROOM_PAUSE_S = 0.02
-"""A daemon with as many connections as it takes gives up one that nothing is asked on. Should all of them be busy, it
-refuses the next one, which is tried again for a moment: most responses are sent within a millisecond."""
+"""The seconds for which, and after which, a connection that the daemon refused is tried again. A daemon that has all
+the connections it takes closes an idle one for the new one. Only if all of them are busy does it refuse the new one;
+most responses are sent within a millisecond, so it soon has room."""
 
 FOLLOWING_BYTES_MAX = 2 * BATCH_BYTES_MAX
-"""Maximum bytes behind a frame. A read gives at least one record, and that is a batch and its head."""
+"""The most bytes that may follow a frame. A read returns at least one record, which is a batch and its head."""
 
 _RECEIVE_BYTES = 64 * KIB
 _FOLLOWING_BYTES = 4 * MIB
-"""Received at once of what follows a frame; in between the deadline is looked at."""
+"""The bytes after a frame that are received in one call; the deadline is checked between two calls."""
 _IDLE_S = 0.05
-"""After so long without a request, a connection is looked at before it is trusted with one."""
-
+"""The seconds without a request after which a connection is checked before the next one is sent on it."""
 
 _Received = tuple[Header, Rows | None, pa.Buffer | None]
-"""A response with the bytes that follow it, if any do."""
+"""The header and the rows of a response, and the bytes that follow it, if any do."""
 
 
 def _ignore(header: Header) -> None:
@@ -57,7 +57,7 @@ def _ignore(header: Header) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LaneAddress:
-    """Where a daemon's lane is."""
+    """The address of a daemon's lane."""
 
     host: str
     port: int
@@ -65,7 +65,7 @@ class LaneAddress:
     """The name of the socket for clients on its own machine; empty where there is none."""
 
 
-def _connected(address: LaneAddress) -> socket.socket:
+def _connect(address: LaneAddress) -> socket.socket:
     if address.local_name and sys.platform == "linux":
         sock = socket.socket(socket.AF_UNIX)
         try:
@@ -73,23 +73,25 @@ def _connected(address: LaneAddress) -> socket.socket:
             sock.connect(local_address(address.local_name))
             return sock
         except OSError:
-            # Another machine, or another container on this one.
+            # The daemon is on another machine, or in another container on this one.
             sock.close()
     return socket.create_connection((address.host, address.port), CONNECT_TIMEOUT_S)
 
 
 class _NoRoom(ConnectionError):
-    """The daemon took the connection and hung up without a word."""
+    """The daemon accepted the connection and closed it without the greeting."""
 
 
 class _Connection:
+    """One connection to the lane, which carries one request at a time."""
+
     def __init__(self, address: LaneAddress) -> None:
-        self._sock = _connected(address)
+        self._sock = _connect(address)
         try:
             send_at_once(self._sock)
             if self._received(len(GREETING)) != GREETING:
                 raise _NoRoom("it has no room for another connection, or is no state store")
-            # From here on the kernel keeps the time: Python's own timeouts would poll before each call.
+            # From here on the kernel enforces the timeouts: Python's own would poll before each call.
             self._sock.settimeout(None)
         except BaseException:
             self._sock.close()
@@ -98,7 +100,7 @@ class _Connection:
         self._used_at = time.monotonic()
 
     def is_alive(self) -> bool:
-        """False when the daemon is known to have closed it. Worth a look only when it has been idle."""
+        """False when the daemon is known to have closed it, which is checked only after it was idle."""
         if time.monotonic() - self._used_at < _IDLE_S:
             return True
         try:
@@ -117,8 +119,8 @@ class _Connection:
         try:
             self._sock.sendall(request)
         except OSError as error:
-            # The daemon does nothing about a part of a request.
-            raise NothingSent(f"the connection broke before the request was sent ({words_of(error)})") from error
+            # The daemon ignores a request that it has received only in part.
+            raise NothingSent(f"the connection broke before the request was sent ({short_cause(error)})") from error
         data = self._sock.recv(_RECEIVE_BYTES)
         whole = frame_bytes(data)
         if whole is None or len(data) < whole:
@@ -135,7 +137,7 @@ class _Connection:
         return header, rows, following
 
     def _following(self, begin: bytes, size_bytes: int, deadline: float) -> pa.Buffer:
-        """``size_bytes`` bytes, the first of which came with the frame."""
+        """The ``size_bytes`` bytes that follow a frame; ``begin`` are those that were received with the frame."""
         if not len(begin) <= size_bytes <= FOLLOWING_BYTES_MAX:
             raise BadInput(f"{size_bytes} bytes are to follow a response, more than {FOLLOWING_BYTES_MAX} or too few")
         buffer = pa.allocate_buffer(size_bytes)
@@ -145,7 +147,7 @@ class _Connection:
         while at < size_bytes:
             if time.monotonic() > deadline:
                 raise TimeoutError("its time is over")
-            # The kernel waits for all of it: waking up for each packet would take this thread as long as the copy.
+            # The kernel waits for all bytes: to wake up for each packet would take this thread as long as the copy.
             received = self._sock.recv_into(view[at : at + _FOLLOWING_BYTES], 0, socket.MSG_WAITALL)
             if not received:
                 raise ConnectionError("it closed the connection")
@@ -153,7 +155,7 @@ class _Connection:
         return buffer
 
     def _rest(self, begin: bytes, deadline: float) -> tuple[bytes, int]:
-        """At least the whole frame that begins like this, and how long the frame is."""
+        """Receive the rest of the frame that begins with ``begin``: the bytes received, and how many of them it has."""
         data = bytearray(begin)
         while True:
             whole = frame_bytes(data)
@@ -181,8 +183,8 @@ class _Connection:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
         self._timeout_s = timeout_s
 
-    def hang_up(self) -> None:
-        """Ends the wait of a thread that has a request on it, too."""
+    def shut_down(self) -> None:
+        """Shut the socket down, which also wakes a thread that waits for a response on it."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -191,10 +193,10 @@ class _Connection:
 
 
 class LaneClient:
-    """A ``Transport`` over connections to one daemon. One that broke is thrown away; the next request makes another."""
+    """A ``Transport`` over connections to one daemon. A broken one is discarded; the next request opens another."""
 
     def __init__(self, locate: Callable[[], LaneAddress], who: str) -> None:
-        """``locate`` tells where the daemon's lane is now: after a restart it is elsewhere."""
+        """``locate`` returns the current address of the daemon's lane, which changes with a restart."""
         self._locate = locate
         self._who = who
         self._idle: list[_Connection] = []
@@ -202,8 +204,8 @@ class LaneClient:
         self._closed = False
 
     def send(self, header: Header, rows: Rows | None, timeout_s: float) -> Response:
-        response, found, _ = self._send(header, rows, timeout_s, _ignore)
-        return response, found
+        response, received, _ = self._send(header, rows, timeout_s, _ignore)
+        return response, received
 
     def read(self, header: Header, timeout_s: float, on_header: OnHeader) -> tuple[Header, pa.Buffer | None]:
         response, _, following = self._send(header, None, timeout_s, on_header)
@@ -214,30 +216,30 @@ class LaneClient:
         connection = self._take()
         self._in_use.add(connection)
         try:
-            response, found, following = connection.send(header["op"], request, timeout_s, on_header)
+            response, received, following = connection.send(header["op"], request, timeout_s, on_header)
         except BaseException as error:
             self._in_use.discard(connection)
             connection.close()
-            # The idle ones lead to the same daemon; if it was restarted they are as dead as this one.
-            self._throw_away()
+            # The idle connections lead to the same daemon; if it was restarted, they are broken as well.
+            self._close_idle()
             if not isinstance(error, OSError | BadInput):
                 raise
             raise StoreUnavailable(
                 f"the state store at {self._who} went away or did not answer within {timeout_s:g} s "
-                f"({words_of(error)})",
+                f"({short_cause(error)})",
                 address=self._who,
             ) from error
         self._in_use.discard(connection)
         self._keep(connection)
         if "error" in response:
             raise from_wire(response["error"])
-        return response, found, following
+        return response, received, following
 
     def close(self) -> None:
         self._closed = True
         for connection in list(self._in_use):
-            connection.hang_up()
-        self._throw_away()
+            connection.shut_down()
+        self._close_idle()
 
     def _take(self) -> _Connection:
         if self._closed:
@@ -262,7 +264,7 @@ class LaneClient:
             time.sleep(NO_ROOM_PAUSE_S)
 
     def _unreachable(self, error: Exception) -> NothingSent:
-        return NothingSent(f"the state store at {self._who} cannot be reached ({words_of(error)})")
+        return NothingSent(f"the state store at {self._who} cannot be reached ({short_cause(error)})")
 
     def _keep(self, connection: _Connection) -> None:
         if len(self._idle) < POOL_MAX:
@@ -270,9 +272,9 @@ class LaneClient:
         else:
             connection.close()
         if self._closed:
-            self._throw_away()
+            self._close_idle()
 
-    def _throw_away(self) -> None:
+    def _close_idle(self) -> None:
         with contextlib.suppress(IndexError):
             while True:
                 self._idle.pop().close()

@@ -1,8 +1,8 @@
-"""Reading a queue ahead: while one response is being used, the next ones are on their way.
+"""Reading a queue ahead: while the caller uses one response, the next one is requested.
 
-Only for reads over the wire, and only once a reader is seen to go through a partition in order. A response says at its
-front where it ends, so over the lane the next request is sent while its rows are still coming: the daemon is never
-without one.
+This is done only for reads over the wire, and only once a reader reads a partition in order. The header of a response
+says where the response ends, so over the lane the next request is sent while the rows are still being received: the
+daemon always has a request to work on.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from typing import Protocol
 from shuffle.statestore.remote.transport import ReadRequest, ReadResponse
 
 PARTITIONS_MAX = 64
-"""Partitions that are followed at once."""
+"""The most partitions whose readers are followed at once."""
 
 RESPONSES_MAX = 64
-"""Responses that are on their way, or wait to be used, at once; each has as many bytes as its reader asks for."""
+"""The most responses, of all partitions, that are requested ahead and not used yet; each has as many bytes as its
+reader asks for."""
 
 AHEAD_MAX = 1
-"""Maximum of them for one partition, beside the one that its reader waits for or uses. A second gains nothing."""
+"""The most responses of one partition that are requested ahead, beside the one that its reader waits for or uses. A
+second gains nothing."""
 
 _THREADS = 4
 
 
-class Send(Protocol):
-    """Sends a request to the daemon. ``on_end`` is called as soon as it is known where the response ends."""
+class SendRead(Protocol):
+    """Sends a read to the daemon. ``on_end`` is called with the end position of the response, once it is known."""
 
     def __call__(
         self, request: ReadRequest, wait_ms: int, on_end: Callable[[int], None] | None = None
@@ -38,19 +40,20 @@ class Send(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A reader's way through a partition, from response to response."""
+    """A reader that reads a partition in order."""
 
     expected: int = -1
-    """Where its next request begins, if it goes on in order."""
+    """The position at which its next request begins, if it goes on in order."""
     sent: deque[tuple[ReadRequest, Future[ReadResponse | None]]] = field(default_factory=deque)
+    """The requests that were sent ahead, in order, with their responses."""
     following: ReadRequest | None = None
-    """The request to send after the last of those, as soon as there is room."""
+    """The request to send after the last of ``sent``, as soon as the bounds allow it."""
 
 
 class ReadAhead:
     """Sends the reads that are likely to come next. Safe to use from many threads."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: SendRead) -> None:
         self._send = send
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="read-ahead")
@@ -58,32 +61,32 @@ class ReadAhead:
         self._closed = False
 
     def read(self, request: ReadRequest, wait_ms: int) -> ReadResponse | None:
-        place = request.queue_id, request.partition
+        partition = request.queue_id, request.partition
         with self._lock:
-            run = self._runs.get(place)
-            sort_by_key = run is not None and run.expected == request.begin
-            if run is None or not sort_by_key or (run.sent and run.sent[0][0] != request):
-                run = self._begin(place)
-            response = run.sent.popleft()[1] if run.sent else None
+            run = self._runs.get(partition)
+            in_order = run is not None and run.expected == request.begin
+            if run is None or not in_order or (run.sent and run.sent[0][0] != request):
+                run = self._begin(partition)
+            ahead = run.sent.popleft()[1] if run.sent else None
             self._send_more(run)
-        found = response.result() if response is not None else None
-        if found is None:
-            # What was sent after a request whose response did not come is of no use either.
+        response = ahead.result() if ahead is not None else None
+        if response is None:
+            # The requests that were sent after one that failed, or found no rows, are of no use either.
             with self._lock:
-                run = self._begin(place)
-            found = self._send(request, wait_ms, self._listener(run, request) if sort_by_key else None)
-        if found is not None:
+                run = self._begin(partition)
+            response = self._send(request, wait_ms, self._make_on_end(run, request) if in_order else None)
+        if response is not None:
             with self._lock:
-                run.expected = request.after(found.end).begin
-        return found
+                run.expected = request.after(response.end).begin
+        return response
 
-    def _begin(self, place: tuple[int, int]) -> _Run:
+    def _begin(self, partition: tuple[int, int]) -> _Run:
         if len(self._runs) >= PARTITIONS_MAX:
             self._runs.clear()
-        run = self._runs[place] = _Run()
+        run = self._runs[partition] = _Run()
         return run
 
-    def _listener(self, run: _Run, request: ReadRequest) -> Callable[[int], None]:
+    def _make_on_end(self, run: _Run, request: ReadRequest) -> Callable[[int], None]:
         def on_end(end: int) -> None:
             with self._lock:
                 run.following = request.after(end)
@@ -92,18 +95,18 @@ class ReadAhead:
         return on_end
 
     def _send_more(self, run: _Run) -> None:
-        """Send what follows, if that is known and there is room for it."""
+        """Send the following request, if it is known and the bounds allow it."""
         request = run.following
         if request is None or self._closed or len(run.sent) >= AHEAD_MAX:
             return
         if self._runs.get((request.queue_id, request.partition)) is not run:
-            return  # Its reader has gone elsewhere.
+            return  # Its reader has gone on at another position.
         if sum(len(each.sent) for each in self._runs.values()) < RESPONSES_MAX:
             run.following = None
-            run.sent.append((request, self._pool.submit(self._quietly, request, self._listener(run, request))))
+            run.sent.append((request, self._pool.submit(self._send_ahead, request, self._make_on_end(run, request))))
 
-    def _quietly(self, request: ReadRequest, on_end: Callable[[int], None]) -> ReadResponse | None:
-        """What goes wrong here is not the caller's business yet: it sends the request again, and learns then."""
+    def _send_ahead(self, request: ReadRequest, on_end: Callable[[int], None]) -> ReadResponse | None:
+        """Send a request ahead. Its errors are dropped: the reader sends the request again, and gets the error then."""
         try:
             return self._send(request, 0, on_end)
         except Exception:

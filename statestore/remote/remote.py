@@ -34,30 +34,29 @@ from shuffle.support.vital_threads import start_vital
 T = TypeVar("T")
 
 TIMEOUT_S_DEFAULT = 30.0
-"""How long a call waits for its response, beyond any wait it asks for itself."""
+"""The seconds that a call waits for its response, beyond the wait that the request itself asks for."""
 
 BYTES_PER_S = 8 * MIB
 KEYS_PER_S = 20_000
-"""A large request may take longer: what it brings is sent, looked up, written and synced at least this fast. Keys that
-are in nobody's cache take the store tens of microseconds each."""
+"""The rates at which the timeout of a large request is extended: its bytes and keys are sent, looked up, written and
+synced at least this fast. Keys that are in no cache take the store tens of microseconds each."""
 
 CONNECT_TIMEOUT_S = 5.0
 
 CLOSE_TIMEOUT_S = 1.0
-"""Of telling the daemon that something is not needed any more; if it cannot be told, it finds out by itself."""
+"""The timeout in seconds of closing a session. If the daemon cannot be reached, the session expires by itself."""
 
 LANE_VARIABLE = "SHUFFLE_STORE_LANE"
-"""With ``off`` in this variable of the environment, clients do not use the lane unless they are told to."""
+"""The environment variable that, set to ``off``, keeps clients from using the lane unless their caller asks for it."""
 
 _NO_REVISION = 2**64 - 1
-"""No group ever has this one, so a watch that names it returns at once."""
-
+"""A revision that no group ever has, so that a watch which names it returns at once."""
 
 _OFF = frozenset({"off", "false", "no", "0"})
 
 
 class RemoteStore:
-    """A ``Store`` at ``grpc://host:port``. Reconnects by itself; nothing but commits is ever left unknown."""
+    """A ``Store`` at ``grpc://host:port``. Reconnects by itself; only the outcome of a commit may remain unknown."""
 
     def __init__(
         self,
@@ -67,9 +66,9 @@ class RemoteStore:
         session_ttl_ms: int = SESSION_TTL_MS_DEFAULT,
         lane: bool | None = None,
     ) -> None:
-        """``session_ttl_ms``: how long the daemon keeps the snapshots and transactions of a client that died.
+        """``session_ttl_ms`` is how long the daemon keeps the snapshots and transactions of a client that died.
 
-        ``lane``: whether the daemon's lane is used, where it has one; None: as ``LANE_VARIABLE`` says.
+        ``lane`` says whether the daemon's lane is used, where it has one; with None, ``LANE_VARIABLE`` decides.
         """
         self._endpoint = Endpoint.parse(address, "the address of a state store")
         self._address = str(self._endpoint)
@@ -80,14 +79,15 @@ class RemoteStore:
         self._abandoned: deque[ReadView] = deque()
         self._read_ahead = ReadAhead(self._read_wire)
         self._maps_files = False
-        """Whether the daemon's files can be read from here."""
+        """Whether this process can read the daemon's segment files itself."""
         self._session_ttl_ms = session_ttl_ms
         self._session_id = 0
         self._session_lock = threading.Lock()
         self._closed = threading.Event()
         self._failed: ThreadDied | None = None
-        """A thread that this client depends on is dead. The process is its user's, so every call says so instead."""
-        self._lane_wanted = os.environ.get(LANE_VARIABLE, "").lower() not in _OFF if lane is None else lane
+        """The error, once a thread that this client depends on is dead. The process is its user's and is not ended;
+        every call raises the error instead."""
+        self._lane_enabled = os.environ.get(LANE_VARIABLE, "").lower() not in _OFF if lane is None else lane
         self._transports = Transports(
             LaneClient(self._lane_address, self._address),
             FlightClient(self._connect, self._address, self._fail),
@@ -110,24 +110,24 @@ class RemoteStore:
         return info
 
     def _connect(self) -> Any:
-        """A Flight client for the daemon as it is now: after a restart its data plane has another port."""
-        return flight.connect(str(self._told(self._refresh_info().flight_address)))
+        """Connect to the daemon's current Flight address: after a restart its data plane has another port."""
+        return flight.connect(str(self._resolve(self._refresh_info().flight_address)))
 
     def _lane_is_open(self) -> bool:
-        """Whether the daemon, as it was last seen, has a lane that this client may use."""
-        return self._lane_wanted and self._info is not None and bool(self._info.lane_address)
+        """Whether the daemon has a lane, by its latest ``Info``, that this client may use."""
+        return self._lane_enabled and self._info is not None and bool(self._info.lane_address)
 
     def _lane_address(self) -> LaneAddress:
         info = self._refresh_info()
         if not info.lane_address:
-            # The daemon that was there before had one; the next attempt of this request goes over Flight.
+            # The daemon had one before it was restarted; the next attempt of this request is sent over Flight.
             raise NothingSent(f"the state store at {self._address} has no lane any more")
-        lane = self._told(info.lane_address)
-        # Only where this very daemon was reached directly: whoever came through a proxy goes on through it.
+        lane = self._resolve(info.lane_address)
+        # The local socket is used only where this daemon was reached directly: a client of a proxy keeps using it.
         return LaneAddress(lane.host, lane.port, info.lane_local_name if self._maps_files else "")
 
-    def _told(self, address: str) -> Endpoint:
-        """The endpoint that the daemon names; where the host is left out, it is the one that this client uses."""
+    def _resolve(self, address: str) -> Endpoint:
+        """The endpoint of an address in the daemon's ``Info``; an empty host means the host that this client uses."""
         try:
             return Endpoint.parse(address.partition("://")[2], own_host=self._endpoint.host)
         except BadInput:
@@ -144,11 +144,11 @@ class RemoteStore:
         return self._control.call(method, self._timeout_s, **fields)
 
     def _send(self, header: Header, rows: Rows | None = None, wait_ms: int = 0) -> Response:
-        """Send a request that may be sent twice: once more when the daemon went away, since it may be back."""
-        timeout_s = self._timeout_s + _work_s(rows) + wait_ms / 1000
-        return self._twice(lambda: self._send_once(header, rows, timeout_s))
+        """Send an idempotent request; if the daemon was gone it is sent once more, since the daemon may be back."""
+        timeout_s = self._timeout_s + _extra_timeout_s(rows) + wait_ms / 1000
+        return self._with_retry(lambda: self._send_once(header, rows, timeout_s))
 
-    def _twice(self, send: Callable[[], T]) -> T:
+    def _with_retry(self, send: Callable[[], T]) -> T:
         try:
             return send()
         except (NothingSent, StoreUnavailable):
@@ -162,7 +162,7 @@ class RemoteStore:
             raise self._failed
         return self._transports.send(header, rows, timeout_s)
 
-    # --- the session: what makes moments end with this client ---
+    # --- the session: read views are released when it ends ---
 
     def _session(self) -> int:
         with self._session_lock:
@@ -201,7 +201,7 @@ class RemoteStore:
         try:
             return self._send({**header, "session": session_id}, rows)
         except Expired:
-            # The daemon does not know the session any more. What it held is gone, but a new moment can be had.
+            # The daemon does not know the session any more. Its read views are gone, but a new one can be opened.
             self._forget_session(session_id)
             if header.get("view") is not None:
                 raise
@@ -229,13 +229,13 @@ class RemoteStore:
         response, _ = self._send_in_session({"op": "open"})
         return ReadView(response["view"], response["version"])
 
-    def share_moment(self, ttl_ms: int) -> ReadView:
-        # A session of its own: it must live on when this process ends.
+    def share_view(self, ttl_ms: int) -> ReadView:
+        # The view gets a session of its own, which must outlive this process.
         session_id = self._open_session(ttl_ms)
         response, _ = self._send({"op": "open", "session": session_id})
         return ReadView(response["view"], response["version"], session_id)
 
-    def renew_moment(self, view: ReadView) -> None:
+    def renew_view(self, view: ReadView) -> None:
         self._call("RenewSession", session_id=view.session_id or self._session())
 
     def abandon_view(self, view: ReadView) -> None:
@@ -248,20 +248,20 @@ class RemoteStore:
             return
         if self._closed.is_set() or not self._session_id:
             return
-        # If the daemon cannot be told, the end of the session tells it.
+        # If the request fails, the daemon releases the view when the session ends.
         with contextlib.suppress(ShuffleError):
             self._send({"op": "release", "session": self._session_id, "view": view.view_id})
 
     def get(self, view: ReadView | None, table_id: int, keys: Binary) -> Binary:
         header = {"op": "get", "table": table_id}
         if view is None:
-            return _rows(self._send(header, rows_of(keys, None)))[1]
+            return _rows_of_response(self._send(header, rows_of(keys, None)))[1]
         response = self._send_in_session({**header, "view": view.view_id}, rows_of(keys, None), view)
-        return _rows(response)[1]
+        return _rows_of_response(response)[1]
 
     def get_and_hold(self, table_id: int, keys: Binary) -> tuple[ReadView, Binary]:
         response = self._send_in_session({"op": "get", "table": table_id, "hold": True}, rows_of(keys, None))
-        return ReadView(response[0]["view"], response[0]["version"]), _rows(response)[1]
+        return ReadView(response[0]["view"], response[0]["version"]), _rows_of_response(response)[1]
 
     def scan(
         self, view: ReadView | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
@@ -269,8 +269,8 @@ class RemoteStore:
         header: Header = {"op": "scan", "table": table_id, "rows": rows_max, "reverse": reverse}
         bounds = [begin], [end]
         if view is None:
-            return _rows(self._send(header, bounds))
-        return _rows(self._send_in_session({**header, "view": view.view_id}, bounds, view))
+            return _rows_of_response(self._send(header, bounds))
+        return _rows_of_response(self._send_in_session({**header, "view": view.view_id}, bounds, view))
 
     # --- writing ---
 
@@ -281,12 +281,13 @@ class RemoteStore:
             header["version"] = request.reads.version
         if view is not None:
             header |= {"session": self._session_id, "view": view.view_id}
-        timeout_s = self._timeout_s + _work_s(rows)
+        timeout_s = self._timeout_s + _extra_timeout_s(rows)
         try:
             try:
                 response, _ = self._send_once(header, rows, timeout_s)
             except NothingSent:
-                # As good as not sent, and another connection may be better; no commit is ever sent twice otherwise.
+                # The daemon has not received all of it, and another connection may work. A commit is not sent
+                # twice for any other reason.
                 response, _ = self._send_once(header, rows, timeout_s)
         except NothingSent as error:
             raise StoreUnavailable(f"{error}: nothing was committed", address=self._address) from error
@@ -311,16 +312,16 @@ class RemoteStore:
     def read(
         self, queue: QueueSchema, partition: int, begin: int, max_rows: int, max_bytes: int, wait_ms: int
     ) -> QueueRead | None:
-        found = self._read(
+        response = self._read(
             ReadRequest(queue.queue_id, partition, begin, max_rows, max_bytes), min(wait_ms, WAIT_MS_MAX)
         )
-        return None if found is None else found.decoded(queue.schema)
+        return None if response is None else response.decoded(queue.schema)
 
     def _read(self, request: ReadRequest, wait_ms: int) -> ReadResponse | None:
         if self._maps_files:
-            found = self._read_mapped(request, wait_ms)
-            if found is not None or self._maps_files:
-                return found
+            response = self._read_mapped(request, wait_ms)
+            if response is not None or self._maps_files:
+                return response
         return self._read_ahead.read(request, wait_ms)
 
     def _read_wire(
@@ -334,11 +335,11 @@ class RemoteStore:
 
         if self._failed is not None:
             raise self._failed
-        response, data = self._twice(lambda: self._transports.read(header, timeout_s, on_header))
+        response, data = self._with_retry(lambda: self._transports.read(header, timeout_s, on_header))
         return None if data is None else ReadResponse.of(response, data)
 
     def _read_mapped(self, request: ReadRequest, wait_ms: int) -> ReadResponse | None:
-        """The records from the segment file itself: the daemon only says where they are."""
+        """Read the records from the segment file itself: the daemon only says where they are."""
         response, _ = self._send({**request.header(wait_ms), "local": True}, wait_ms=wait_ms)
         if response["file"] is None:
             return None
@@ -346,7 +347,7 @@ class RemoteStore:
         try:
             records = span.split(map_range(Path(span.file), span.offset, span.size_bytes))
         except OSError:
-            # Trimmed a moment ago, or not this machine's folder after all: from now on rows come over the wire.
+            # The rows were just trimmed, or the folder is another machine's: from now on rows come over the wire.
             self._maps_files = False
             return None
         return ReadResponse(span.file, span.offset, records, span.segment_begin, span.end)
@@ -354,8 +355,8 @@ class RemoteStore:
     # --- leases ---
 
     def register(self, group: str, member: str, attributes: Mapping[str, str], ttl_ms: int) -> int:
-        given = {"group": group, "member": member, "attributes": dict(attributes), "ttl_ms": ttl_ms}
-        return int(self._call("Register", **given)["lease_id"])
+        fields = {"group": group, "member": member, "attributes": dict(attributes), "ttl_ms": ttl_ms}
+        return int(self._call("Register", **fields)["lease_id"])
 
     def renew(self, lease_id: int) -> None:
         self._call("Renew", lease_id=lease_id)
@@ -378,8 +379,8 @@ class RemoteStore:
     # --- the rest ---
 
     def stats(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._call("Stats")["stats_json"])
-        return found
+        stats: dict[str, Any] = json.loads(self._call("Stats")["stats_json"])
+        return stats
 
     @property
     def address(self) -> str:
@@ -401,12 +402,12 @@ class RemoteStore:
         self._control.close()
 
 
-def _work_s(rows: Rows | None) -> float:
-    """How much longer the response may take for what the request brings with it."""
+def _extra_timeout_s(rows: Rows | None) -> float:
+    """The seconds by which the timeout of a request is extended for its rows."""
     return 0.0 if rows is None else len(rows[0]) / KEYS_PER_S + sum(map(bytes_of, rows)) / BYTES_PER_S
 
 
-def _rows(response: Response) -> Rows:
+def _rows_of_response(response: Response) -> Rows:
     if response[1] is None:
         raise StoreUnavailable("the state store answered without the rows it was asked for")
     return response[1]

@@ -1,8 +1,8 @@
-"""The ways to the daemon's data plane, behind one small Protocol, and the one place that chooses between them.
+"""The transports to the daemon's data plane: their Protocol, and the one class that chooses between them.
 
 A request is a header and, where it has any, rows; so is its response (``wire.messages``). ``LaneClient`` sends small
-ones over plain sockets, ``FlightClient`` sends any. The lane may be off, at the daemon or at the client: then
-everything goes over Flight.
+requests over plain sockets, ``FlightClient`` sends any. The lane may be off, at the daemon or at the client: then every
+request is sent over Flight.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ from shuffle.statestore.wire.messages import Header, Rows
 from shuffle.support import flight
 
 Response = tuple[Header, Rows | None]
+"""The header and the rows of a response."""
 
 OnHeader = Callable[[Header], None]
+"""Called with the header of a response as soon as it is received."""
 
-WORDS_CHARS_MAX = 200
-"""Maximum length of a cause that is named in another error's message: Flight's causes are pages long."""
+CAUSE_CHARS_MAX = 200
+"""The most characters of a cause in another error's message: Flight's causes are pages long."""
 
 
 class NothingSent(Exception):
     """The request did not reach the store as a whole, so sending it again is safe."""
 
 
-def words_of(error: BaseException) -> str:
-    """What was wrong, in a few words, for the end of a sentence about it."""
+def short_cause(error: BaseException) -> str:
+    """The cause that ``error`` names, cut to one short line, for the end of another error's message."""
     text = getattr(error, "strerror", None) or flight.words_of(error)
-    first = text.splitlines()[0][:WORDS_CHARS_MAX] if text else ""
+    first = text.splitlines()[0][:CAUSE_CHARS_MAX] if text else ""
     return first or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """One read of a queue."""
+    """A request to read one partition of a queue from the position ``begin`` on."""
 
     queue_id: int
     partition: int
@@ -49,7 +51,7 @@ class ReadRequest:
     max_bytes: int
 
     def after(self, end: int) -> ReadRequest:
-        """The next one, when the response to this goes up to ``end``: no more is used of it than was asked for."""
+        """The request that continues this one. ``end`` is where its response ends, of which ``max_rows`` are used."""
         begin = min(end, self.begin + self.max_rows)
         return ReadRequest(self.queue_id, self.partition, begin, self.max_rows, self.max_bytes)
 
@@ -67,11 +69,11 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReadResponse:
-    """Records of a queue as they stand in their segment file."""
+    """Records of a queue as they are stored in their segment file."""
 
     file: str
     offset: int
-    """Where the first record begins in the file."""
+    """The offset in the file at which the first record begins."""
     records: Sequence[pa.Buffer]
     segment_begin: int
     """The position of the segment's row 0: records count their rows from there."""
@@ -80,7 +82,7 @@ class ReadResponse:
 
     @staticmethod
     def of(header: Header, data: pa.Buffer) -> ReadResponse:
-        """``data`` are the records that the daemon has sent, side by side."""
+        """The response with this header; ``data`` holds the records that the daemon has sent, one after the other."""
         file, offset = header["file"], header["offset"]
         return ReadResponse(file, offset, split_records(data, file, offset), header["segment"], header["end"])
 
@@ -90,10 +92,10 @@ class ReadResponse:
 
 
 class Transport(Protocol):
-    """One way to the daemon's data plane. Safe to use from many threads; reconnects by itself.
+    """One transport to the daemon's data plane. Safe to use from many threads; reconnects by itself.
 
-    Both methods raise the store's own error, ``StoreUnavailable`` when the exchange broke off on the way, or
-    ``NothingSent`` when the store could not even be asked.
+    ``send`` and ``read`` raise the store's own error, ``StoreUnavailable`` when the connection broke after the request
+    was sent, or ``NothingSent`` when the request could not be sent.
     """
 
     def send(self, header: Header, rows: Rows | None, timeout_s: float) -> Response:
@@ -101,9 +103,9 @@ class Transport(Protocol):
         ...
 
     def read(self, header: Header, timeout_s: float, on_header: OnHeader) -> tuple[Header, pa.Buffer | None]:
-        """Send a ``read`` of a queue: the response's header, and the records, if there are any.
+        """Send a ``read`` of a queue. Returns the response's header, and the records, if there are any.
 
-        ``on_header`` is called as soon as the header is there, which may be before the records are.
+        ``on_header`` is called as soon as the header is received, which may be before the records are.
         """
         ...
 
@@ -111,7 +113,7 @@ class Transport(Protocol):
 
 
 class Transports:
-    """A ``Transport`` that chooses: the lane for what is small and for reads of queues, while it is there."""
+    """A ``Transport`` that uses the lane, where there is one, for small requests and reads of queues; else Flight."""
 
     def __init__(self, lane: Transport, flight: Transport, lane_is_open: Callable[[], bool]) -> None:
         """``lane_is_open`` says whether the daemon, as it was last seen, has a lane that this client may use."""
@@ -122,13 +124,13 @@ class Transports:
     def send(self, header: Header, rows: Rows | None, timeout_s: float) -> Response:
         if not (self._lane_is_open() and is_small(header, rows)):
             return self._flight.send(header, rows, timeout_s)
-        response, found = self._lane.send(header, rows, timeout_s)
+        response, received = self._lane.send(header, rows, timeout_s)
         if "elsewhere" not in response:
-            return response, found
-        # The response is too large for the lane. What the request has opened is there, and need not be opened again.
+            return response, received
+        # The response is too large for the lane. A read view that the request has opened is open, and is used again.
         again = {**header, "hold": False, "view": response.get("view", header.get("view"))}
-        more, found = self._flight.send(again, rows, timeout_s)
-        return {**response, **more}, found
+        more, received = self._flight.send(again, rows, timeout_s)
+        return {**response, **more}, received
 
     def read(self, header: Header, timeout_s: float, on_header: OnHeader) -> tuple[Header, pa.Buffer | None]:
         chosen = self._lane if self._lane_is_open() else self._flight

@@ -1,1 +1,1 @@
-"""The daemon: the server's end of each protocol, and what keeps it alive and bounded."""
+"""The daemon: the server's end of each protocol, its metrics, and the bounds on what clients may use."""

@@ -51,19 +51,19 @@ _CONTROL = pb.DESCRIPTOR.services_by_name["Control"]
 SERVICE = _CONTROL.full_name
 FLIGHT_SERVICE = "arrow.flight.protocol.FlightService"
 CONTROL_THREADS = 256
-"""Each call holds one while it is handled."""
+"""The threads of the control plane: each call holds one while it is handled."""
 
 WATCHES_MAX = 192
-"""Calls of ``Watch`` that may wait at once: enough for the reducers of a few processors, and it leaves a quarter of the
-threads for everything else. One more is answered at once with what there is, and its caller asks again."""
+"""The most calls of ``Watch`` that may wait at once: enough for the reducers of a few processors, and it leaves a
+quarter of the threads for everything else. One more returns the current members at once, and its caller repeats it."""
 
 HEALTH_THREADS = 4
-"""For health alone: it says how things are whatever all other threads wait for."""
+"""The threads for health checks alone, so that health is reported even while all other threads wait."""
 
 CALLS_MAX = 4096
-"""Calls that are answered, or wait for a thread, at once; gRPC refuses one more."""
+"""The most calls that are handled, or wait for a thread, at once; gRPC refuses one more."""
 
-_STATUS: list[tuple[type[ShuffleError], grpc.StatusCode]] = [
+_STATUS_CODES: list[tuple[type[ShuffleError], grpc.StatusCode]] = [
     (UnknownTable, grpc.StatusCode.NOT_FOUND),
     (TableExists, grpc.StatusCode.ALREADY_EXISTS),
     (TooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -79,7 +79,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     """Each method is one request to the store; ``_guarded`` turns its errors into status codes."""
 
     def __init__(self, store: LocalStore, sessions: SessionRegistry, info: pb.InfoReply, stats: Stats) -> None:
-        """``stats`` gives what ``Stats`` responds with."""
+        """``stats`` returns the object that ``Stats`` responds with."""
         self._store = store
         self._sessions = sessions
         self._info = info
@@ -98,12 +98,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return pb.ListQueuesReply(schema_json=[schema.to_json() for schema in self._store.queues()])
 
     def CreateTable(self, request: pb.CreateTableRequest, context: Any) -> pb.ChangeReply:  # noqa: N802
-        change = CreateTable(_described(TableSchema.from_json, request.schema_json), request.if_not_exists)
+        change = CreateTable(_parse_schema(TableSchema.from_json, request.schema_json), request.if_not_exists)
         self._store.change_catalogue(change)
         return pb.ChangeReply()
 
     def CreateQueue(self, request: pb.CreateQueueRequest, context: Any) -> pb.ChangeReply:  # noqa: N802
-        change = CreateQueue(_described(QueueSchema.from_json, request.schema_json), request.if_not_exists)
+        change = CreateQueue(_parse_schema(QueueSchema.from_json, request.schema_json), request.if_not_exists)
         self._store.change_catalogue(change)
         return pb.ChangeReply()
 
@@ -153,8 +153,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return pb.StatsReply(stats_json=json.dumps({**self._stats(), "threads": alive()}))
 
 
-def _described(from_json: Callable[[str], T], text: str) -> T:
-    """A schema that a client has described; in here such a text was written by ourselves."""
+def _parse_schema(from_json: Callable[[str], T], text: str) -> T:
+    """The schema in a client's request, which may be any text: every error of ``from_json`` becomes ``BadInput``."""
     try:
         return from_json(text)
     except Exception as error:
@@ -162,8 +162,8 @@ def _described(from_json: Callable[[str], T], text: str) -> T:
 
 
 def _members_reply(revision: int, members: list[Any]) -> pb.MembersReply:
-    listed = [pb.Member(name=member.name, attributes=dict(member.attributes)) for member in members]
-    return pb.MembersReply(revision=revision, members=listed)
+    entries = [pb.Member(name=member.name, attributes=dict(member.attributes)) for member in members]
+    return pb.MembersReply(revision=revision, members=entries)
 
 
 class Health:
@@ -175,7 +175,7 @@ class Health:
         self._set(health_pb2.HealthCheckResponse.SERVING)
 
     def turn_off(self) -> None:
-        """Nothing that depends on this process should go on doing so."""
+        """Report ``NOT_SERVING``, so that whoever depends on this process stops using it."""
         self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def _set(self, status: int) -> None:
@@ -210,7 +210,7 @@ class _TypedErrors(grpc.ServerInterceptor):  # type: ignore[misc]
 
 
 def _checked(name: str, fields: tuple[Field, ...], method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A method whose requests are within their bounds, however they came."""
+    """``method`` with a check that the fields of its request are within their bounds, over gRPC and Flight alike."""
 
     def call(request: Any, context: Any) -> Any:
         check_fields(name, fields, {field.name: getattr(request, field.name) for field in fields})
@@ -220,14 +220,16 @@ def _checked(name: str, fields: tuple[Field, ...], method: Callable[[Any, Any], 
 
 
 def _guarded(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """``method`` with every exception turned into a status code and one JSON object."""
+
     @functools.wraps(method)
     def call(request: Any, context: Any) -> Any:
         try:
             return method(request, context)
         except Exception as raised:
             error = raised if isinstance(raised, ShuffleError) else ShuffleError(one_line(raised))
-        status = next((code for kind, code in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
-        return context.abort(status, short_wire(error))
+        codes = (code for error_type, code in _STATUS_CODES if isinstance(error, error_type))
+        return context.abort(next(codes, grpc.StatusCode.INTERNAL), short_wire(error))
 
     return call
 
@@ -263,12 +265,13 @@ class FlightActions:
 
 
 def check_listen(listen: Endpoint) -> None:
-    """Raises when nobody can listen there: gRPC would say so too, but in lines of its own on stderr."""
+    """Raise ``BadInput`` when ``listen`` cannot be listened on: gRPC would print lines of its own on stderr."""
     try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind, protocol) as tried:
-                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                tried.bind(address)
+        infos = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)
+        for family, socket_type, protocol, _, address in infos:
+            with socket.socket(family, socket_type, protocol) as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind(address)
     except OSError as error:
         raise BadInput(f"cannot listen on {listen.target}: {error.strerror}") from None
 
@@ -295,5 +298,5 @@ class ControlServer:
         self._server.start()
 
     def stop(self, grace_s: float) -> None:
-        """No new calls are taken; those that run have ``grace_s`` to end."""
+        """Take no new calls, and give those that run ``grace_s`` seconds to end."""
         self._server.stop(grace=grace_s)

@@ -30,20 +30,20 @@ from shuffle.support.metrics import MetricsServer, serve_metrics
 from shuffle.support.vital_threads import end_process
 
 OPEN_FILES = 16_384
-"""File numbers that this process asks for, if the system lets it have them: for as many connections, streams and files
-as there may be. The usual 1,024 would be used up by the connections of the lane alone."""
+"""The number of file descriptors that this process asks the system for: enough for all connections, streams and files
+that there may be. The usual 1,024 would be used up by the connections of the lane alone."""
 
 SWITCH_INTERVAL_S = 0.001
-"""How long a thread may keep the GIL while another wants it. The writer must not wait 5 ms for a long scan."""
+"""The seconds for which a thread may keep the GIL while another waits for it. The writer must not wait Python's default
+of 5 ms for a long scan."""
 
 _log = get_logger("statestore")
 
 
 class StoreDaemon:
-    """A store with its two planes. ``close`` finishes what was accepted.
+    """A store with its control plane and its data plane. ``close`` finishes the requests that were accepted.
 
-    When the store fails, which the death of a thread that it depends on is as well, health is turned off and
-    ``on_failure`` is called.
+    When the store fails, or a thread that it depends on dies, health is turned off and ``on_failure`` is called.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class StoreDaemon:
         lane: bool = True,
         metrics: str | None = None,
     ) -> None:
-        """``advertise`` is the host, or the host and the port of the control plane, under which clients reach this.
+        """``advertise`` is the host, or the host and the port of the control plane, at which clients reach this daemon.
 
-        Without ``lane`` everything goes over Flight. ``metrics`` is where they are served, as ``host:port``.
+        Without ``lane`` every request is sent over Flight. ``metrics`` is the ``host:port`` at which they are served.
         """
         listening = Endpoint.parse_listen(listen)
         check_listen(listening)
         if advertise is not None:
             check_advertise(advertise)
-        metrics_at = None if metrics is None else Endpoint.parse_listen(metrics)
-        if metrics_at is not None:
-            check_listen(metrics_at)
+        metrics_listen = None if metrics is None else Endpoint.parse_listen(metrics)
+        if metrics_listen is not None:
+            check_listen(metrics_listen)
         self.store = LocalStore(path)
         try:
             self._on_failure = on_failure
@@ -76,10 +76,10 @@ class StoreDaemon:
             handlers = Handlers(self.store, self._sessions, self._metrics)
             self._flight = FlightServer(flight.location(replace(listening, port=0).target), handlers)
             self._lane = LaneServer(listening.host, self.store, handlers, self.store.fail) if lane else None
-            self._metrics_server = None if metrics_at is None else self._serve_metrics(metrics_at)
-            # Without a host, each client goes on with the one under which it has reached this daemon.
-            is_known = advertise is not None or not listening.is_everywhere
-            host = bracketed(advertised(listening, advertise).host) if is_known else ""
+            self._metrics_server = None if metrics_listen is None else self._serve_metrics(metrics_listen)
+            # With an empty host, each client uses the one at which it has reached this daemon.
+            has_host = advertise is not None or not listening.is_everywhere
+            host = bracketed(advertised(listening, advertise).host) if has_host else ""
             info = pb.InfoReply(
                 flight_address=f"grpc://{host}:{self._flight.port}",
                 lane_address="" if self._lane is None else f"tcp://{host}:{self._lane.port}",
@@ -93,7 +93,7 @@ class StoreDaemon:
             self.store.close()
             raise
         listening = replace(listening, port=self._control.port)
-        if not is_known:
+        if not has_host:
             # Clients that read the address from the folder are on this machine.
             listening = replace(listening, host="127.0.0.1")
         self.address = str(advertised(listening, advertise))
@@ -101,7 +101,7 @@ class StoreDaemon:
 
     @property
     def metrics_address(self) -> str | None:
-        """Where the metrics are served, if they are."""
+        """The address at which the metrics are served; None if they are not."""
         return None if self._metrics_server is None else self._metrics_server.address
 
     def _serve_metrics(self, listen: Endpoint) -> MetricsServer:
@@ -166,15 +166,15 @@ def main(argv: list[str] | None = None) -> int:
             end_process(daemon.store.failure)
     daemon.close()
     sys.stdout.flush()
-    # Clients keep their streams open, and Flight's server would wait for them; everything of ours is closed by now.
+    # Clients keep their streams open, and Flight's server would wait for them; everything else is closed by now.
     os._exit(0)
 
 
 def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    requested = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < requested:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (requested, hard))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,19 +13,19 @@ from shuffle.support.flight import FlightServerBase, check_schema, read_chunk
 from shuffle.support.slots import Slots, machine_of
 
 STREAMS_MAX = 1024
-"""Streams that are open at once; each is a thread here, whether anything is asked on it or not."""
+"""The most streams that are open at once; each occupies a thread of the daemon, even without a request."""
 
 STREAMS_PER_PEER_MAX = 512
-"""Maximum of them from one machine: half is left for everybody else."""
+"""The most streams from one machine: half of all streams is left for the others."""
 
 
 class FlightServer(FlightServerBase):
-    """Serves the exchange. Each stream has a thread of its own, and sends one request at a time."""
+    """Serves the exchange. Each stream has a thread of its own, and carries one request at a time."""
 
     def __init__(self, location: str, handlers: Handlers) -> None:
         self._handlers = handlers
         self.streams = Slots("streams", STREAMS_MAX, STREAMS_PER_PEER_MAX)
-        """The streams that are open."""
+        """The slots of the streams that are open."""
         super().__init__(location)
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
@@ -56,4 +56,4 @@ class FlightServer(FlightServerBase):
             check_request(header)
             return self._handlers.handle(Request(header, rows_in(chunk.data), context.is_cancelled))
         except Exception as error:
-            return self._handlers.failed(error), None
+            return self._handlers.error_header(error), None

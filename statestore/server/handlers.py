@@ -1,4 +1,4 @@
-"""What the daemon does for each operation of the data plane, whichever way the request came."""
+"""The handlers of the operations of the data plane, the same for both transports."""
 
 from __future__ import annotations
 
@@ -39,18 +39,19 @@ from shuffle.support.logs import get_logger
 from shuffle.support.mapped_files import map_range, read_range
 
 Response = tuple[Header, Rows | None]
+"""The header and the rows of a response."""
 
 READ_BYTES_MAX = 16 * MIB
-"""Bytes of records in a response that this process holds in memory; a single larger record is still sent."""
+"""The most bytes of records in a response that this process copies to memory; a single larger record is still sent."""
 
 WAITING_READS_MAX = 256
-"""Reads of queues that may wait for rows at once, each with a thread of its own (the lane's need none)."""
+"""The most reads over Flight that may wait for rows at once, each in a thread of its own (the lane's need none)."""
 
 CROWDED_WAIT_MS = 100
-"""How long one more read waits: its client asks again, and meanwhile its thread is there for others."""
+"""The milliseconds that one more read waits. Its client then sends it again, and its thread is free for others."""
 
 _CANCEL_CHECK_MS = 500
-"""How often a read that waits makes sure that its client still does."""
+"""The milliseconds after which a read that waits for rows checks again that its client still waits."""
 
 _log = get_logger("statestore")
 
@@ -60,12 +61,12 @@ def _never() -> bool:
 
 
 class Request(NamedTuple):
-    """One request. The fields of its header are what ``operations`` says: whoever takes it in has checked it."""
+    """One request. Its receiver has checked the fields of its header against ``wire.operations``."""
 
     header: Header
     rows: Rows | None
     is_cancelled: Callable[[], bool] = _never
-    """Whether nobody waits for the response any more."""
+    """Returns whether the client has stopped waiting for the response."""
 
 
 class Handlers:
@@ -87,18 +88,18 @@ class Handlers:
             "bounds": self._bounds,
             "read": self._read,
         }
-        """The method of each operation; a test compares them with those that are declared."""
+        """The method of each operation; a test compares them with the declared ``OPERATIONS``."""
 
     def handle(self, request: Request) -> Response:
         return self.operations[request.header["op"]](request)
 
-    def failed(self, error: Exception) -> Header:
-        """An error is a response like any other, so that the connection survives it."""
+    def error_header(self, error: Exception) -> Header:
+        """The response for ``error``. It is a response like any other, so that the connection stays open."""
         return {"error": to_wire(self._typed(error))}
 
     def _typed(self, error: Exception) -> ShuffleError:
         if self._store.closed:
-            # Whatever went wrong did so because the files were being closed under it.
+            # The request failed because the store's files are being closed.
             return StoreUnavailable("the state store is shutting down")
         if isinstance(error, ShuffleError):
             return error
@@ -123,7 +124,7 @@ class Handlers:
         return {}, None
 
     def _get(self, request: Request) -> Response:
-        header, keys = request.header, _given(request.rows)[0]
+        header, keys = request.header, _require_rows(request.rows)[0]
         self._metrics.lookup_keys.inc(len(keys))
         if not header.get("hold"):
             return {}, rows_of(None, self._store.get(self._view(header), header["table"], keys))
@@ -133,34 +134,34 @@ class Handlers:
 
     def _scan(self, request: Request) -> Response:
         header = request.header
-        begins, ends = (to_list(column) for column in _given(request.rows))
+        begins, ends = (to_list(column) for column in _require_rows(request.rows))
         if len(begins) != 1 or begins[0] is None:
             raise BadInput(f"a scan is asked with one row, its begin and its end, not with {len(begins)} rows")
         bounds = begins[0], ends[0]
-        found = self._store.scan(
+        pairs = self._store.scan(
             self._view(header), header["table"], *bounds, header["rows"], bool(header.get("reverse"))
         )
-        self._metrics.scanned_rows.inc(len(found[0]))
-        return {}, found
+        self._metrics.scanned_rows.inc(len(pairs[0]))
+        return {}, pairs
 
     # --- writing ---
 
     def _commit(self, request: Request) -> Response:
-        return self.committed(self._store.commit(*self.commit_of(request.header, request.rows))), None
+        return self.committed_header(self._store.commit(*self.take_commit(request.header, request.rows))), None
 
-    def commit_of(self, header: Header, rows: Rows | None) -> tuple[CommitRequest, ReadView | None]:
-        """The commit that is asked for, and the moment it read at, which its client holds no longer."""
+    def take_commit(self, header: Header, rows: Rows | None) -> tuple[CommitRequest, ReadView | None]:
+        """The commit of a request, checked, and the read view of its transaction, which leaves the client's session."""
         request = decode_commit(header.get("version"), *unpack_sections(header.get("sections"), rows))
-        view = self._taken(header)
+        view = self._take_view(header)
         try:
-            self._store.look_into(request)
+            self._store.check_commit_rows(request)
         except BaseException:
             if view is not None:
                 self._store.release_view(view)
             raise
         return request, view
 
-    def _taken(self, header: Header) -> ReadView | None:
+    def _take_view(self, header: Header) -> ReadView | None:
         if header.get("view") is None:
             return None
         view = self._sessions.take(header["session"], header["view"])
@@ -171,11 +172,12 @@ class Handlers:
         return view
 
     @staticmethod
-    def committed(outcome: Committed) -> Header:
+    def committed_header(outcome: Committed) -> Header:
+        """The response to a commit that is durable."""
         return {"version": outcome.version, "appended": outcome.appended}
 
     def _stage(self, request: Request) -> Response:
-        values = _given(request.rows)[1]
+        values = _require_rows(request.rows)[1]
         if nulls_in(values):
             raise BadInput("a null among the rows to stage")
         payloads = as_buffers(values)
@@ -191,22 +193,22 @@ class Handlers:
         return {"bounds": self._store.bounds(request.header["queue"])}, None
 
     def _read(self, request: Request) -> Response:
-        """Waits for rows in the caller's thread, and copies them: whoever sends them may not meet a file that was cut.
+        """Wait for rows in the caller's thread, and copy them: Flight must not send from a mapped file that may be cut.
 
-        The lane does neither; it uses ``located`` and ``map_records``.
+        The lane does neither; it uses ``location_header`` and ``map_records``.
         """
         header = request.header
         local = bool(header.get("local"))
         max_bytes = header["bytes"] if local else min(header["bytes"], READ_BYTES_MAX)
         span = self._wait_for_rows(request, max_bytes)
         if span is None or local:
-            return self.located(header, span), None
-        return self.described(header, span), rows_of(None, as_value(self._records(header, span, read_range)))
+            return self.location_header(header, span), None
+        return self.records_header(header, span), rows_of(None, as_value(self._records(header, span, read_range)))
 
     def _wait_for_rows(self, request: Request, max_bytes: int) -> Span | None:
         header = request.header
-        wanted = header["queue"], header["partition"], header["begin"], header["rows"], max_bytes
-        span = self._store.locate(*wanted, 0)
+        requested = header["queue"], header["partition"], header["begin"], header["rows"], max_bytes
+        span = self._store.locate(*requested, 0)
         if span is not None or not header["wait_ms"]:
             return span
         may_wait = self._waiting_reads.acquire(blocking=False)
@@ -217,26 +219,26 @@ class Handlers:
                 left_ms = int((deadline - time.monotonic()) * 1000)
                 if left_ms <= 0:
                     break
-                span = self._store.locate(*wanted, min(left_ms, _CANCEL_CHECK_MS))
+                span = self._store.locate(*requested, min(left_ms, _CANCEL_CHECK_MS))
             return span
         finally:
             if may_wait:
                 self._waiting_reads.release()
 
-    def located(self, header: Header, span: Span | None) -> Header:
-        """For a client that maps the file itself: nothing is copied, not even over the loopback."""
+    def location_header(self, header: Header, span: Span | None) -> Header:
+        """The response to a client that maps the file itself: no records are sent, not even over the loopback."""
         if span is None:
             return {"file": None}
         self._count_read(header, span)
-        return {**self._place_of(span), "ends": span.ends}
+        return {**self._location_of(span), "ends": span.ends}
 
-    def described(self, header: Header, span: Span) -> Header:
-        """The header in front of the records themselves."""
+    def records_header(self, header: Header, span: Span) -> Header:
+        """The header of a response that is followed by the records themselves."""
         self._count_read(header, span)
-        return {**self._place_of(span), "bytes": span.size_bytes}
+        return {**self._location_of(span), "bytes": span.size_bytes}
 
     def map_records(self, header: Header, span: Span) -> pa.Buffer:
-        """The records of ``span``, mapped. Once they are, they stay, whoever removes the file's name."""
+        """The records of ``span``, mapped. The mapping stays valid when the file is removed."""
         return self._records(header, span, map_range)
 
     def _records(self, header: Header, span: Span, get: Callable[[Path, int, int], pa.Buffer]) -> pa.Buffer:
@@ -244,7 +246,7 @@ class Handlers:
         try:
             data = get(path, span.offset, span.size_bytes)
         except FileNotFoundError:
-            raise self._store.missing(path, header["queue"], header["partition"], header["begin"]) from None
+            raise self._store.missing_file_error(path, header["queue"], header["partition"], header["begin"]) from None
         if data.size < span.size_bytes:
             end = span.offset + data.size
             raise CorruptData(
@@ -254,7 +256,7 @@ class Handlers:
             )
         return data
 
-    def _place_of(self, span: Span) -> Header:
+    def _location_of(self, span: Span) -> Header:
         file = str(self._store.segment_path(span.file))
         return {"file": file, "offset": span.offset, "segment": span.segment_begin, "end": span.end}
 
@@ -262,7 +264,7 @@ class Handlers:
         self._metrics.count_read(min(span.end - header["begin"], header["rows"]), span.size_bytes)
 
 
-def _given(rows: Rows | None) -> Rows:
+def _require_rows(rows: Rows | None) -> Rows:
     if rows is None:
         raise BadInput("a request without the rows it is about")
     return rows

@@ -1,8 +1,8 @@
-"""Whether the machine lets the daemon have what it needs to start.
+"""The check that the machine lets the daemon have the address space and the threads that it needs to start.
 
-Where an address space is limited (``ulimit -v``) or the number of threads is (``ulimit -u``, a container), gRPC and
-Arrow wait for ever for a thread that cannot be started, or end the process without a word of ours. So both are asked
-for first, and given back.
+Where the address space is limited (``ulimit -v``) or the number of threads is (``ulimit -u``, a container), gRPC and
+Arrow wait for ever for a thread that cannot be started, or end the process without one of our messages. So both are
+allocated first as a test, and released.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from shuffle.errors import StoreError
 from shuffle.limits import MIB
 
 START_BYTES = 2048 * MIB
-"""Address space that the daemon takes when it starts, on top of its code: stacks of threads and arenas of the
-allocators. Of memory it is about a twentieth."""
+"""The bytes of address space that the daemon takes when it starts, on top of its code: stacks of threads and arenas of
+the allocators. It uses about a twentieth of that as memory."""
 
 START_THREADS = 32
-"""Threads that the daemon, RocksDB, Arrow and gRPC start, with some to spare."""
+"""The number of threads that the daemon, RocksDB, Arrow and gRPC start, with some to spare."""
 
 
 def check_headroom() -> None:
-    """Raises unless the daemon can be given its address space and its threads."""
+    """Raise ``StoreError`` unless the daemon can have its address space and its threads."""
     release = threading.Event()
     started: list[threading.Thread] = []
     try:
-        # Not to be read or written, so no memory is behind it: only addresses.
+        # It can be neither read nor written, so it takes no memory: only addresses.
         with mmap.mmap(-1, START_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0):
             for _ in range(START_THREADS):
                 thread = threading.Thread(target=release.wait, daemon=True)

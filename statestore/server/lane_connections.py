@@ -1,8 +1,8 @@
-"""The connections of the lane: what each of them is about, and how many there may be for how long.
+"""The connections of the lane: the state of each, how many there may be, and how long each may take.
 
-Nobody is locked out by those who only take places: a connection on which nothing happens gives way to a new one, and
-one that stops in the middle of a request or of a response is ended. Its client notices, and makes another when it needs
-one. Plain logic: the time comes in as an argument.
+No client is locked out by the idle connections of others: when all are taken, an idle one is closed for a new one, and
+one that stops in the middle of a request or of a response is closed in any case. Its client notices, and opens another
+when it needs one. This is plain logic: the time is passed as an argument.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from shuffle.statestore.server.file_sender import FileSend
 from shuffle.statestore.wire.messages import Header
 
 CONNECTIONS_MAX = 1000
-"""Clients have one for each thread that asks at the same time, so this is enough for a few hundred workers."""
+"""The most connections at once. A client has one for each thread that sends requests at the same time, so this is
+enough for a few hundred workers."""
 
 CONNECTIONS_PER_PEER_MAX = 500
-"""Maximum of them for one process on this machine, or for one address of another: half is left for everybody else."""
+"""The most connections of one process on this machine, or of one address of another: half is left for the others."""
 
 FRAME_S_MAX = 10.0
-"""A request must be here as a whole so long after its first byte. It is at most 256 KiB, which clients send at once; a
-client that was paused in the middle of it for longer asks again."""
+"""The most seconds from the first byte of a request to its last. It has at most 256 KiB, which clients send at once; a
+client that was paused in the middle of it for longer sends it again."""
 
 TAKE_S_MAX = 30.0
-"""A client that takes nothing of its response for so long is hung up on. By then it has given the response up itself:
-this is as long as a client waits for a response unless it was told otherwise."""
+"""The most seconds in which a client takes nothing of its response, before its connection is closed. By then it has
+given up waiting: this is the default timeout of a client."""
 
 HALF_FRAME_S = 1.0
-"""When all places are taken, half a request counts as idle after so long already."""
+"""The seconds after which a connection with a part of a request counts as idle, when all connections are taken."""
 
 _PEER_CREDENTIALS = struct.Struct("3i")
 
@@ -75,30 +76,31 @@ class Connection:
         self.sock = sock
         self.peer = peer
         self.received = b""
-        """The beginning of a request whose rest has not come yet."""
+        """The beginning of a request whose rest has not been received yet."""
         self.unsent = b""
         """The rest of a response for which the socket had no room."""
         self.has_request = False
-        """A request has no response yet."""
+        """Whether a request was received that has no response yet."""
         self.committing = False
-        """The request is a commit, and the writer will respond to it."""
+        """Whether the request is a commit, to which the writer will respond."""
         self.sending = False
-        """Somebody is about to write to the socket."""
+        """Whether a thread is writing to the socket, or is about to."""
         self.gone = False
-        """It is over."""
+        """Whether the connection has ended. Its socket may still be open while another thread uses it."""
         self.was_used = False
-        """Any request ever came on it."""
+        """Whether anything was ever received on it."""
         self.waiting: Poll | None = None
+        """The read that waits for rows, if the request is one."""
         self.file_send: FileSend | None = None
-        """Rows of a queue that are being sent."""
+        """The rows of a queue that are being sent, if any are."""
         self.events = 0
-        """What the selector looks for on it; nothing while a sender thread has it."""
+        """The events that the selector waits for on it; 0 while a sender thread has it."""
         self.since = now
-        """When it last got on: the first byte of a request came, or something of a response was taken."""
+        """The time of its last progress: the first byte of a request came, or a part of a response was taken."""
 
     @property
     def is_used(self) -> bool:
-        """Whether somebody other than the lane's thread may write to it."""
+        """Whether another thread than the lane's may write to it."""
         return self.committing or self.sending
 
     def is_idle(self, now: float) -> bool:
@@ -107,15 +109,15 @@ class Connection:
         return not self.received or now - self.since > HALF_FRAME_S
 
     def is_overdue(self, now: float) -> bool:
-        """Whether its client has stopped in the middle of something."""
+        """Whether its client has stopped for too long in the middle of a request or a response."""
         if self.is_used:
             return False
         if self.unsent or self.file_send is not None:
             return now - self.since > TAKE_S_MAX
         return bool(self.received) and now - self.since > FRAME_S_MAX
 
-    def has_more(self) -> bool:
-        """Whether something was sent that is not read yet; or its end, which is to be read as well."""
+    def has_input(self) -> bool:
+        """Whether bytes that were sent, or the end of the connection, have not been read yet."""
         try:
             self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -126,7 +128,7 @@ class Connection:
 
 
 class Connections:
-    """All that are open, within their bounds."""
+    """All open connections, within their bounds."""
 
     def __init__(self) -> None:
         self._open: set[Connection] = set()
@@ -152,17 +154,17 @@ class Connections:
             del self._by_peer[connection.peer]
 
     def is_full(self, peer: str) -> bool:
-        """Whether there is no place for one more of ``peer``."""
+        """Whether ``peer`` may not have one more connection."""
         return len(self._open) >= CONNECTIONS_MAX or self._by_peer[peer] >= CONNECTIONS_PER_PEER_MAX
 
-    def giving_way(self, peer: str, now: float) -> Connection | None:
-        """The one that makes room for a new one of ``peer``: what was never used first, then the longest
-        idle; None if all of them are in use."""
+    def find_idle(self, peer: str, now: float) -> Connection | None:
+        """The connection to close for a new one of ``peer``: one that was never used, or else the one that is idle for
+        the longest time; None if all of them are in use."""
         own = self._by_peer[peer] >= CONNECTIONS_PER_PEER_MAX
         idle = [one for one in self._open if (one.peer == peer or not own) and one.is_idle(now)]
         for one in sorted(idle, key=lambda one: (one.was_used, one.since)):
-            # A request that is on its way is not hung up on: its client could not tell what became of it.
-            if one.received or not one.has_more():
+            # A connection with an unread request is not closed: its client could not know whether it was executed.
+            if one.received or not one.has_input():
                 return one
         return None
 
@@ -171,9 +173,9 @@ class Connections:
 
 
 def peer_of(sock: socket.socket, address: object) -> str:
-    """Who is at the other end: a process of this machine, or the address of a machine."""
+    """The name of the other end: a process of this machine, or the address of a machine."""
     if sock.family == socket.AF_UNIX and sys.platform == "linux":
         with contextlib.suppress(OSError):
-            found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-            return f"process {_PEER_CREDENTIALS.unpack(found)[0]}"
+            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+            return f"process {_PEER_CREDENTIALS.unpack(credentials)[0]}"
     return str(address[0]) if isinstance(address, tuple) else "this machine"

@@ -1,24 +1,24 @@
 """The daemon's end of the lane: small requests over plain sockets, all of them in one thread.
 
 A Flight exchange costs a quarter of a millisecond of processor time for a request and its response, whatever they are,
-and a thread for each client. A transaction of one row should not cost more than its sync does. So here
+and a thread for each client. A transaction of one row should not cost more than its sync does. So, for the lane,
 
-1. one thread reads the requests of all connections that have one, and decodes them;
-2. commits among them go to the writer as one run, and become one group; everything else is handled at once;
+1. one thread receives the requests of all connections that have one, and decodes them;
+2. it hands the commits among them to the writer together, so that they become one group, and handles the rest at once;
 3. the writer responds to each commit itself, by a send on its socket, as soon as the group is durable.
 
 While the writer syncs, which it does without Python's lock, this thread decodes the next group.
 
-The rows of a queue are a response of another size (``file_sender``). Sending them may wait for the disk, so a few
-sender threads beside this one do it, and a connection is theirs meanwhile; a client that takes its rows slowly comes
-back here, where waiting costs nobody a thread.
+The rows of a queue are a much larger response (``file_sender``). Sending them may wait for the disk, so a few sender
+threads do it, and a connection belongs to one of them meanwhile; the connection of a client that takes its rows slowly
+comes back to this thread, where waiting occupies no sender.
 
-A socket is closed by this thread, but never while the writer has a commit of it (``committing``) or somebody is about
-to write to it (``sending``): then whoever writes last closes it. Else a response could end up on a connection that was
-made since under the same number.
+A socket is closed by this thread, but never while the writer has a commit of it (``committing``) or a thread is about
+to write to it (``sending``): then the thread that writes last closes it. Else a response could be sent on a connection
+that was opened since and has the same file descriptor.
 
-Whatever goes wrong with what is done for one connection ends that connection alone (``_failed``). What goes wrong
-elsewhere ends this thread, and that is not kept a secret (``shuffle.support.vital_threads``).
+An error while a connection is served ends that connection alone (``_failed``). Any other error ends this thread, which
+is reported (``shuffle.support.vital_threads``).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from shuffle.support.logs import get_logger
 from shuffle.support.vital_threads import OnDeath, start_vital
 
 SENDERS = 4
-"""Threads that send rows of queues: so many reads may wait for the disk at once."""
+"""The number of threads that send rows of queues: so many reads may wait for the disk at once."""
 
 _RECEIVE_BYTES = 64 * KIB
 _BACKLOG = 1024
@@ -74,7 +74,7 @@ _log = get_logger("statestore")
 
 
 class _LaneCommit(Pending):
-    """A commit that a connection waits for. The writer's thread responds to it."""
+    """A commit for whose outcome a connection waits. The writer's thread sends the response."""
 
     __slots__ = ("_connection", "_finished", "_lane", "_view")
 
@@ -85,11 +85,11 @@ class _LaneCommit(Pending):
         self._connection = connection
         self._finished = False
 
-    def finish(self, answer: Committed | ShuffleError) -> None:
-        # A second response would be taken for that to the next request.
+    def finish(self, outcome: Committed | ShuffleError) -> None:
+        # The client would take a second response for that to its next request.
         if not self._finished:
             self._finished = True
-            self._lane.finish(self._connection, self._view, answer)
+            self._lane.finish(self._connection, self._view, outcome)
 
 
 class LaneServer:
@@ -100,16 +100,16 @@ class LaneServer:
         self._handlers = handlers
         self._selector = selectors.DefaultSelector()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        far = socket.create_server((host.strip("[]"), 0), family=family, backlog=_BACKLOG)
-        self.port: int = far.getsockname()[1]
-        self._listeners = [far]
+        tcp = socket.create_server((host.strip("[]"), 0), family=family, backlog=_BACKLOG)
+        self.port: int = tcp.getsockname()[1]
+        self._listeners = [tcp]
         self.local_name = ""
         if sys.platform == "linux":
             self.local_name = f"shuffle-statestore-{uuid.uuid4().hex}"
-            near = socket.socket(socket.AF_UNIX)
-            near.bind(local_address(self.local_name))
-            near.listen(_BACKLOG)
-            self._listeners.append(near)
+            local = socket.socket(socket.AF_UNIX)
+            local.bind(local_address(self.local_name))
+            local.listen(_BACKLOG)
+            self._listeners.append(local)
         for listener in self._listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
@@ -118,18 +118,18 @@ class LaneServer:
         self._wakeup_sender.setblocking(False)
         self._selector.register(self._wakeup_receiver, selectors.EVENT_READ, self._run_calls)
         self._calls: deque[tuple[Connection | None, Callable[[], None]]] = deque()
-        """Calls that other threads want made by this one, and for which connection."""
+        """The calls that other threads want this one to make, each with its connection, if it is for one."""
         self.connections = Connections()
         self._polls: list[Poll] = []
         self._commits: list[Pending] = []
         self._now = self._swept_at = time.monotonic()
-        """When the last turn of the loop began, which is good enough for bounds of seconds."""
+        """The time at which the last turn of the loop began, which is exact enough for bounds of seconds."""
         self._senders = ThreadPoolExecutor(SENDERS, thread_name_prefix="store-sender")
         self._closed = False
         self._thread = start_vital(self._run, "store-lane", on_death)
 
     def close(self) -> None:
-        """Nothing is read any more. Responses on their way have been sent if the store was closed before."""
+        """Receive nothing more. If the store was closed before, the responses to all commits have been sent."""
         self._closed = True
         self._call_from_outside(None, lambda: None)
         self._thread.join(5)
@@ -143,7 +143,7 @@ class LaneServer:
             self._senders.shutdown()
             self._run_calls()
         finally:
-            # Whatever the reason is, nobody is left waiting at the other end.
+            # Whatever ended this thread, no client is left waiting.
             self._senders.shutdown(wait=False)
             for connection in self.connections:
                 self._drop(connection)
@@ -171,17 +171,17 @@ class LaneServer:
         if self._now > self._swept_at + _SELECT_S:
             self._sweep()
 
-    def _attend(self, connection: Connection, act: Callable[..., None], *arguments: Any) -> None:
-        """Do something for one connection. Whatever goes wrong with it, nobody else notices."""
+    def _run_for(self, connection: Connection, act: Callable[..., None], *arguments: Any) -> None:
+        """Call ``act`` for one connection. An error ends that connection and affects no other."""
         try:
             act(*arguments)
         except Exception as error:
             self._failed(connection, error)
 
     def _failed(self, connection: Connection, error: Exception) -> None:
-        # Clients die, and some say what nobody understands: that is no news. Anything else is our own mistake.
-        tell = _log.info if isinstance(error, OSError | ShuffleError) else _log.error
-        tell("a connection of the lane is closed", peer=connection.peer, error=error)
+        # That clients die, or send what cannot be decoded, is expected. Any other error is a bug of the lane.
+        log = _log.info if isinstance(error, OSError | ShuffleError) else _log.error
+        log("a connection of the lane is closed", peer=connection.peer, error=error)
         self._drop(connection)
 
     def _ready(self, connection: Connection, events: int) -> None:
@@ -200,7 +200,7 @@ class LaneServer:
         return min(max(self._polls[0].deadline - time.monotonic(), 0), _SELECT_S)
 
     def _sweep(self) -> None:
-        """End the connections whose clients have stopped in the middle of a request or a response."""
+        """End the connections whose clients have stopped for too long in the middle of a request or a response."""
         self._swept_at = self._now
         for connection in self.connections.overdue(self._now):
             _log.info("a client of the lane was silent too long", peer=connection.peer)
@@ -209,7 +209,7 @@ class LaneServer:
     def _call_from_outside(self, connection: Connection | None, call: Callable[[], None]) -> None:
         """Have this thread make a call for ``connection``. Used by any thread."""
         self._calls.append((connection, call))
-        # With no room in the socket there are wake-ups enough in it; and after the end nobody listens.
+        # If the socket is full, it already holds a wake-up; after ``close``, none is needed.
         with contextlib.suppress(OSError):
             self._wakeup_sender.send(b"\0")
 
@@ -221,7 +221,7 @@ class LaneServer:
             if connection is None:
                 call()
             else:
-                self._attend(connection, call)
+                self._run_for(connection, call)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -229,29 +229,30 @@ class LaneServer:
         except BlockingIOError:
             return
         except OSError as error:
-            # Most likely out of file numbers: the others must not starve while it lasts.
+            # Most likely there are no file descriptors left: a pause leaves the processor to the other threads.
             _log.warning("the lane cannot take a connection", error=error)
             time.sleep(_ACCEPT_AGAIN_S)
             return
         peer, now = peer_of(sock, address), time.monotonic()
         if self.connections.is_full(peer):
-            idle = self.connections.giving_way(peer, now)
+            idle = self.connections.find_idle(peer, now)
             if idle is None:
-                # Without the greeting the client knows that nobody listens to it.
+                # A client that gets no greeting knows that it was refused.
                 sock.close()
                 return
             self._drop(idle)
         connection = Connection(sock, peer, now)
         self.connections.add(connection)
-        self._attend(connection, self._greet, connection)
+        self._run_for(connection, self._greet, connection)
 
     def _greet(self, connection: Connection) -> None:
         connection.sock.setblocking(False)
         send_at_once(connection.sock)
         connection.sock.send(GREETING)
-        self._look_for(connection, selectors.EVENT_READ)
+        self._select_events(connection, selectors.EVENT_READ)
 
-    def _look_for(self, connection: Connection, events: int) -> None:
+    def _select_events(self, connection: Connection, events: int) -> None:
+        """Have the selector wait for ``events`` on a connection, instead of those before."""
         if events == connection.events:
             return
         if not connection.events:
@@ -263,12 +264,12 @@ class LaneServer:
         connection.events = events
 
     def _drop(self, connection: Connection) -> None:
-        """The connection is over. If a response is on its way, whoever sends it closes the socket."""
+        """End the connection. If another thread is sending a response, that thread closes the socket."""
         if connection in self.connections:
             self.connections.remove(connection)
-            # The selector may have lost it already, if that is what went wrong.
+            # If the selector itself failed, it may not know the socket any more.
             with contextlib.suppress(KeyError, ValueError, OSError):
-                self._look_for(connection, 0)
+                self._select_events(connection, 0)
         if connection.waiting is not None:
             self._end_poll(connection)
         if connection.file_send is not None and not connection.sending:
@@ -309,9 +310,9 @@ class LaneServer:
             self._respond(connection, data)
 
     def _refuse(self, connection: Connection, error: ShuffleError) -> None:
-        """What comes after such a beginning cannot be understood: say so, and hang up."""
+        """Send the error and end the connection, since the bytes after such a beginning cannot be decoded."""
         with contextlib.suppress(OSError):
-            connection.sock.send(encode_frame(self._handlers.failed(error), None))
+            connection.sock.send(encode_frame(self._handlers.error_header(error), None))
         self._drop(connection)
 
     def _respond(self, connection: Connection, data: bytes) -> None:
@@ -322,7 +323,7 @@ class LaneServer:
                 raise BadInput(f"the operation {header.get('op')!r}, or so many rows, are sent over Flight")
             operation = header["op"]
             if operation == "commit":
-                self._commits.append(_LaneCommit(*self._handlers.commit_of(header, rows), self, connection))
+                self._commits.append(_LaneCommit(*self._handlers.take_commit(header, rows), self, connection))
                 connection.committing = True
                 return
             if operation == "read":
@@ -330,53 +331,53 @@ class LaneServer:
                 return
             response: tuple[Header, Any] = self._handlers.handle(Request(header, rows))
         except Exception as error:
-            response = self._handlers.failed(error), None
+            response = self._handlers.error_header(error), None
         self._send(connection, *response)
 
     def _read(self, connection: Connection, header: Header, deadline: float) -> None:
-        """Where the rows are; when there are none, the request waits without a thread."""
+        """Respond to a read of a queue; while there are no rows, the request waits without a thread."""
 
         def arrived() -> None:
-            self._call_from_outside(connection, lambda: self._look_again(connection))
+            self._call_from_outside(connection, lambda: self._retry_read(connection))
 
-        place = header["queue"], header["partition"]
+        partition = header["queue"], header["partition"]
         bounds = header["begin"], header["rows"], header["bytes"]
-        span = self._store.locate_or_watch(*place, *bounds, connection, arrived)
+        span = self._store.locate_or_watch(*partition, *bounds, connection, arrived)
         if span is None and deadline > time.monotonic() and not self._store.closed:
             connection.waiting = Poll(connection, header, deadline)
             heapq.heappush(self._polls, connection.waiting)
             return
         if span is None:
-            self._store.unwatch(*place, connection)
+            self._store.unwatch(*partition, connection)
         if span is None or header.get("local"):
-            self._send(connection, self._handlers.located(header, span), None)
+            self._send(connection, self._handlers.location_header(header, span), None)
         else:
             self._send_records(connection, header, span)
 
     # --- rows of queues ---
 
     def _send_records(self, connection: Connection, header: Header, span: Span) -> None:
-        """Respond with the rows themselves, behind a frame that says how many bytes they are."""
+        """Respond with the records themselves, after a frame that says how many bytes they have."""
         mapped = self._handlers.map_records(header, span)
-        connection.file_send = FileSend(encode_frame(self._handlers.described(header, span), None), mapped)
-        # A failure here is not a response any more: nothing is read from the connection until all of it is sent.
-        self._attend(connection, self._send_file, connection)
+        connection.file_send = FileSend(encode_frame(self._handlers.records_header(header, span), None), mapped)
+        # An error here ends the connection instead of being sent: nothing is received on it until all records are sent.
+        self._run_for(connection, self._send_file, connection)
 
     def _send_file(self, connection: Connection) -> None:
-        """Hand the connection to a sender thread. Until it comes back, this thread neither uses nor closes it."""
+        """Hand the connection to a sender thread. Until that returns it, this thread neither uses nor closes it."""
         assert connection.file_send is not None
-        self._look_for(connection, 0)
+        self._select_events(connection, 0)
         self._senders.submit(self._send_part, connection, connection.file_send)
         connection.sending = True
 
     def _send_part(self, connection: Connection, file_send: FileSend) -> None:
-        """Called by a sender thread."""
-        before_bytes, progress = file_send.left_bytes, Progress.BROKEN
+        """Send as much of a response as the client takes now. Called by a sender thread."""
+        before_bytes, progress = file_send.unsent_bytes, Progress.BROKEN
         try:
             progress = file_send.send(connection.sock)
         except Exception as error:
             _log.error("rows of a queue cannot be sent", peer=connection.peer, error=error)
-        taken = file_send.left_bytes < before_bytes
+        taken = file_send.unsent_bytes < before_bytes
         self._call_from_outside(connection, lambda: self._part_sent(connection, progress, taken))
 
     def _part_sent(self, connection: Connection, progress: Progress, taken: bool) -> None:
@@ -386,34 +387,34 @@ class LaneServer:
         if connection.gone:
             self._drop(connection)
         elif progress is Progress.FULL:
-            self._look_for(connection, selectors.EVENT_WRITE)
+            self._select_events(connection, selectors.EVENT_WRITE)
         elif progress is Progress.BROKEN:
-            # Whoever has half of a response can only send the request again, on another connection.
+            # A client with a part of a response can only send the request again, on another connection.
             self._drop(connection)
         else:
             assert connection.file_send is not None
             connection.file_send.close()
             connection.file_send = None
             connection.has_request = False
-            self._look_for(connection, selectors.EVENT_READ)
+            self._select_events(connection, selectors.EVENT_READ)
 
-    def _look_again(self, connection: Connection) -> None:
+    def _retry_read(self, connection: Connection) -> None:
         poll, connection.waiting = connection.waiting, None
         if poll is None:
             return
         try:
             self._read(connection, poll.header, poll.deadline)
         except Exception as error:
-            self._send(connection, self._handlers.failed(error), None)
+            self._send(connection, self._handlers.error_header(error), None)
 
     def _end_polls(self) -> None:
-        """Respond to the polls whose time is over, and forget those that have their response."""
+        """Respond to the polls whose deadline has passed, and remove those that have their response."""
         now = time.monotonic()
         while self._polls and (self._polls[0].deadline <= now or not self._is_open(self._polls[0])):
             poll = heapq.heappop(self._polls)
             if self._is_open(poll):
-                self._attend(poll.connection, self._end_poll, poll.connection)
-                self._send(poll.connection, self._handlers.located(poll.header, None), None)
+                self._run_for(poll.connection, self._end_poll, poll.connection)
+                self._send(poll.connection, self._handlers.location_header(poll.header, None), None)
 
     @staticmethod
     def _is_open(poll: Poll) -> bool:
@@ -427,13 +428,13 @@ class LaneServer:
     # --- responses ---
 
     def finish(self, connection: Connection, view: ReadView | None, outcome: Committed | ShuffleError) -> None:
-        """Respond to a commit. Called by the writer, which nothing that happens here may stop."""
+        """Respond to a commit. Called by the writer, which no error in here may stop."""
         if view is not None:
             self._store.release_view(view)
         if isinstance(outcome, ShuffleError):
-            self._send(connection, self._handlers.failed(outcome), None)
+            self._send(connection, self._handlers.error_header(outcome), None)
         elif outcome.appended:
-            self._send(connection, self._handlers.committed(outcome), None)
+            self._send(connection, self._handlers.committed_header(outcome), None)
         else:
             self._send_frame(connection, encode_committed(outcome.version))
 
@@ -443,14 +444,14 @@ class LaneServer:
     def _send_frame(self, connection: Connection, data: bytes) -> None:
         """Send the response to the connection's request. Called by this thread or by the writer."""
         connection.sending = True
-        # Before it is sent: the client's next request may be here before this thread goes on.
+        # This is done before the send: the client's next request may arrive before this thread goes on.
         connection.has_request = connection.committing = False
         try:
             sent = connection.sock.send(data)
         except BlockingIOError:
             sent = 0
         except OSError:
-            # The client is gone, as the selector will notice.
+            # The client is gone, which the selector will report.
             sent = len(data)
         if sent < len(data):
             connection.since = time.monotonic()
@@ -465,7 +466,7 @@ class LaneServer:
             data = encode_frame(header, rows)
         except Exception as error:
             _log.error("a response cannot be encoded", error=error)
-            return encode_frame(self._handlers.failed(error), None)
+            return encode_frame(self._handlers.error_header(error), None)
         return data if len(data) <= RESPONSE_BYTES_MAX else encode_frame({**header, "elsewhere": True}, None)
 
     def _send_rest(self, connection: Connection) -> None:
@@ -475,4 +476,4 @@ class LaneServer:
             sent = connection.sock.send(connection.unsent)
             connection.unsent = connection.unsent[sent:]
             connection.since = time.monotonic()
-        self._look_for(connection, selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0))
+        self._select_events(connection, selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0))

@@ -1,4 +1,4 @@
-"""What the daemon counts: one addition for each group of commits and each response, none for each row."""
+"""The metrics of the daemon: counting costs one addition for each group of commits and each response, none per row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 GROUP_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-"""How many transactions a group has; 1,024 is the most."""
+"""The buckets of the number of transactions in a group, which is 1,024 at most."""
 
 _FIGURES: dict[str, tuple[str, str, str]] = {
     "log_bytes": ("counter", "store_rocksdb_log_bytes", "Bytes that RocksDB has written to its log"),
@@ -31,7 +31,8 @@ _FIGURES: dict[str, tuple[str, str, str]] = {
     "open_moments": ("gauge", "store_open_snapshots", "Versions of the store that somebody still reads at"),
     "conflict_keys": ("gauge", "store_conflict_keys", "Keys kept to find conflicts with transactions that are open"),
 }
-"""What the store counts anyway, by its name in the totals of ``Store.stats``: a type, a name and what it says."""
+"""The figures that the store counts anyway, by their names in the totals of ``Store.stats``: the type, the name and the
+description of the metric of each."""
 
 
 class StoreMetrics(Metrics):
@@ -57,14 +58,14 @@ class StoreMetrics(Metrics):
         self.lane_connections = self._gauge("store_lane_connections", "Connections of clients to the lane")
         self.flight_streams = self._gauge("store_flight_streams", "Streams of clients to the Flight exchange")
         self.totals: Callable[[], Mapping[str, Any]] = dict
-        """Gives the totals of ``Store.stats`` when somebody reads the metrics."""
+        """Returns the totals of ``Store.stats``; called when the metrics are read."""
         if self.registry is not None:
-            self.registry.register(self)  # Whatever has ``collect`` is a collector.
+            self.registry.register(self)  # An object with the method ``collect`` is a collector.
 
     def count_group(self, group: Group, sync_s: float) -> None:
-        """A group of commits was answered. Called by the store's writer."""
-        refused = [answer for answer in group.answers if isinstance(answer, ShuffleError)]
-        conflicts = sum(isinstance(answer, CommitConflict) for answer in refused)
+        """Count a group of commits that have their outcomes. Called by the store's writer."""
+        refused = [outcome for outcome in group.answers if isinstance(outcome, ShuffleError)]
+        conflicts = sum(isinstance(outcome, CommitConflict) for outcome in refused)
         self.commits.inc(len(group.answers) - len(refused))
         self.conflicts.inc(conflicts)
         self.refusals.inc(len(refused) - conflicts)
@@ -75,17 +76,17 @@ class StoreMetrics(Metrics):
         self.appended_bytes.inc(group.appended_bytes)
 
     def count_read(self, rows: int, size_bytes: int) -> None:
-        """Rows of a queue were handed to a reader, or it was told where they are."""
+        """Count rows of a queue that were sent to a reader, or whose location was."""
         self.read_rows.inc(rows)
         self.read_bytes.inc(size_bytes)
 
     def collect(self) -> Iterator[Metric]:
-        """The figures that the store counts anyway, all of one moment. Called when somebody reads the metrics."""
+        """The figures that the store counts anyway, all read at once. Called when the metrics are read."""
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
         totals = self.totals()
-        for figure, (kind, name, what) in _FIGURES.items():
-            family: Any = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-            made = family(f"shuffle_{name}", what, labels=LABELS)
-            made.add_metric(self.label_values, totals.get(figure, 0))
-            yield made
+        for figure, (metric_type, name, description) in _FIGURES.items():
+            family: Any = CounterMetricFamily if metric_type == "counter" else GaugeMetricFamily
+            metric = family(f"shuffle_{name}", description, labels=LABELS)
+            metric.add_metric(self.label_values, totals.get(figure, 0))
+            yield metric

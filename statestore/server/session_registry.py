@@ -1,4 +1,4 @@
-"""The sessions of a daemon's clients, and the moments they hold."""
+"""The sessions of a daemon's clients, and the read views they hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shuffle.support.vital_threads import start_vital
 
 
 class SessionRegistry:
-    """The sessions of all clients, and the moments they hold at the store. Safe to use from many threads."""
+    """The sessions of all clients, and the read views they hold at the store. Safe to use from many threads."""
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store
@@ -26,7 +26,7 @@ class SessionRegistry:
         return len(self._sessions)
 
     def open_session(self, ttl_ms: int, peer: str = "") -> int:
-        """``peer`` is who asks for it: one of them cannot have all sessions."""
+        """``peer`` is the machine of the client: the sessions of one machine are bounded."""
         with self._lock:
             return self._sessions.open(ttl_ms, _now_ms(), peer)
 

@@ -1,1 +1,1 @@
-"""What clients and the daemon say to each other: operations, fields, frames, and their codecs."""
+"""The messages between clients and the daemon: operations, fields, frames, and their codecs."""

@@ -1,4 +1,4 @@
-"""How clients on the same machine find the daemon of a folder: it leaves its address there, in ``daemon.json``."""
+"""The announcement of a daemon to clients on the same machine: its address, in ``daemon.json`` in its folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FILE = "daemon.json"
 
 
 def announce(folder: Path, address: str, mode: int) -> None:
-    """Leave the daemon's address in ``folder``, in a file with the permissions ``mode``, whole or not at all."""
+    """Write the daemon's address to a file in ``folder`` with the permissions ``mode``, atomically."""
     written = folder / f"{FILE}.new"
     written.touch(mode)
     written.write_text(json.dumps({"address": address, "pid": os.getpid()}))
@@ -19,15 +19,15 @@ def announce(folder: Path, address: str, mode: int) -> None:
 
 
 def withdraw(folder: Path) -> None:
-    """The daemon ends. An announcement that is gone already is no mistake."""
+    """Remove the announcement of a daemon that ends, if it is still there."""
     with contextlib.suppress(FileNotFoundError):
         (folder / FILE).unlink()
 
 
 def served_at(folder: Path) -> str | None:
-    """The address that a daemon left in the folder. It may be gone by now."""
+    """The address that a daemon has announced in the folder, or None. The daemon may be gone by now."""
     try:
-        found = json.loads((folder / FILE).read_text())
-        return str(found["address"])
+        announced = json.loads((folder / FILE).read_text())
+        return str(announced["address"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -3,12 +3,14 @@
     [ u32 bytes after these four ] [ u32 bytes of the header ] [ u32 rows ] [ header ]
     [ u32 length of each key ] [ u32 length of each value ] [ the keys ] [ the values ]
 
-All numbers are little-endian; a length of FFFFFFFF is a null, and so many rows are none at all. The header is the JSON
-object of ``wire``. When a client connects, the daemon says ``GREETING``; then the client sends one request at a
-time, and each has one response. There is no Arrow in this: for a few rows an array costs more than the rows.
+All numbers are little-endian; a length of FFFFFFFF is a null, and a count of FFFFFFFF means no rows at all. The header
+is the JSON object of ``wire.messages``. When a client connects, the daemon sends ``GREETING``; then the client sends
+one request at a time, and each has one response. Rows are not Arrow arrays here: for a few rows an array costs more
+than the rows.
 
 The response to a read of a queue has no rows. Its header says how many ``bytes`` of records follow the frame, as they
-stand in the segment file; to a reader that maps the file itself (``local``) it says where they are, and none follow.
+are stored in the segment file; to a reader that maps the file itself (``local``) it says where they are, and no bytes
+follow.
 """
 
 from __future__ import annotations
@@ -25,18 +27,19 @@ from shuffle.statestore.wire.operations import OPERATIONS
 GREETING = b"statestore lane 1\n"
 
 REQUEST_BYTES_MAX = 256 * KIB
-"""The daemon decodes all requests in one thread: a large one would hold up the others, and goes over Flight."""
+"""The most bytes of a request. The daemon decodes all of them in one thread, where a large one would delay the others,
+so larger ones are sent over Flight."""
 
 RESPONSE_BYTES_MAX = 1 * MIB
-"""A larger response is not sent: the client asks for it over Flight."""
+"""The most bytes of a response. A larger one is not sent, and the client repeats the request over Flight."""
 
 ROWS_MAX = 1024
-"""Maximum rows of one request: a row costs half a microsecond to decode."""
+"""The most rows of one request: decoding a row takes half a microsecond."""
 
 _ON_LANE = frozenset(name for name, operation in OPERATIONS.items() if operation.lane)
 
 _HEADER_BYTES_ROOM = TICKET_BYTES_MAX + KIB
-"""What a header may take beside the rows and their lengths."""
+"""The bytes that are reserved in a request for its header, beside the rows."""
 
 _HEAD = struct.Struct("<III")
 _SIZE_BYTES = 4
@@ -44,15 +47,16 @@ _NULL = 0xFFFFFFFF
 
 
 def local_address(name: str) -> str:
-    """The address of a Unix socket in Linux's abstract namespace: no file, so nothing to clean up.
+    """The address of a Unix socket in Linux's abstract namespace, which needs no file that has to be removed later.
 
-    For clients on the same machine: a request and its response cost 50 microseconds of processor time over it, and 90
-    over the loopback.
+    It is for clients on the same machine: a request and its response cost 50 microseconds of processor time over it,
+    and 90 over the loopback.
     """
     return f"\0{name}"
 
 
 def send_at_once(sock: socket.socket) -> None:
+    """Have the kernel send small packets without delay."""
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -81,21 +85,21 @@ def encode_frame(header: Header, rows: Rows | None) -> bytes:
 
 
 def encode_committed(version: int) -> bytes:
-    """What ``encode_frame`` makes of the answer to a commit without appends.
+    """The frame that ``encode_frame`` makes of the response to a commit without appends, made faster.
 
-    The writer gives it to every commit of a group while all of them wait, and nothing in it has to be escaped.
+    The writer encodes one for each commit of a group while all of them wait, and nothing in it has to be escaped.
     """
     encoded = b'{"version":%d,"appended":[]}' % version
     return _HEAD.pack(8 + len(encoded), len(encoded), _NULL) + encoded
 
 
 def frame_bytes(begin: bytes | bytearray) -> int | None:
-    """The bytes of the whole frame that begins like this; None while they cannot be told."""
+    """The size of the whole frame that begins with ``begin``; None while too little of it is there to know."""
     return None if len(begin) < _SIZE_BYTES else _SIZE_BYTES + int.from_bytes(begin[:_SIZE_BYTES], "little")
 
 
 def decode_frame(data: bytes, header_bytes_max: int = TICKET_BYTES_MAX) -> tuple[Header, Rows | None]:
-    """Of one whole frame; ``BadInput`` if it is none."""
+    """The header and the rows of one whole frame; raises ``BadInput`` if ``data`` is not one."""
     if len(data) < _HEAD.size:
         raise BadInput("a frame without a head")
     _, header_bytes, count = _HEAD.unpack_from(data)
@@ -108,7 +112,7 @@ def decode_frame(data: bytes, header_bytes_max: int = TICKET_BYTES_MAX) -> tuple
     header = decode_header(data[_HEAD.size : lengths_at], header_bytes_max)
     both: list[bytes | None] = []
     at = rows_at
-    # A slice ends with the data whatever a length says, so nothing is copied twice before the end is looked at.
+    # A slice never goes beyond the data, so wrong lengths copy no byte twice before the end is checked.
     for length in struct.unpack_from(f"<{2 * count}I", data, lengths_at) if count else ():
         if length == _NULL:
             both.append(None)

@@ -1,14 +1,14 @@
-"""The data plane's messages: what clients and the daemon say to each other about rows.
+"""The messages of the data plane, which clients and the daemon exchange about rows.
 
-A request and its response are a JSON object, the header, and rows of two binary columns. They travel in two ways:
+A request and its response are a JSON object, the header, and rows of two binary columns. There are two transports:
 
     Flight   a client keeps a few ``DoExchange`` streams open and sends one request at a time on each. The rows are a
              record batch, the header is its ``app_metadata``. (A new call for each request would cost a third more
              time alone, and five times more under load.) The records of a queue are the value of a single row.
-    lane     small ones over plain sockets, and reads of queues, whose response is bytes of a file: ``lane_frames``
+    lane     small requests over plain sockets, and reads of queues, whose response is bytes of a file: ``lane_frames``
 
-A commit is a run of sections of these rows, listed in the header in their order (or, if they are many, as JSON in the
-value of a first row):
+The rows of a commit are divided into sections, which the header lists in their order (or, if they are many, the value
+of a first row lists them as JSON):
 
     ["read", n]                                      keys that were read
     ["range", n]                                     ranges that were read: begin, and end or null
@@ -38,21 +38,22 @@ from shuffle.support.fields import parse_json, shown
 
 FRAME = pa.schema([pa.field("key", pa.binary()), pa.field("value", pa.binary())])
 EXCHANGE = b"statestore/1"
-"""The command of the exchange's descriptor; the number changes when frames do."""
+"""The command of the exchange's descriptor; its number changes when the form of the frames does."""
 
 Header = dict[str, Any]
+"""The JSON object of a request or a response."""
 
 Rows = tuple[Binary, Binary]
-"""Keys and values, as many of one as of the other."""
+"""The keys and the values of a message, as many of one as of the other."""
 
 SMALL_PAYLOAD_BYTES_MAX = 64 * KIB
-"""Up to here a copy of a queue's batch costs less than the array around it."""
+"""The size up to which copying a batch of a queue costs less than making an Arrow array of it."""
 
 SECTIONS_IN_HEADER_MAX = 30
-"""So many fit the header, whatever names are in them."""
+"""The most sections in a header: so many fit it, however long the names in them are."""
 
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
-"""Made once: ``json.dumps`` makes an encoder for each call that wants other separators."""
+"""Encodes JSON without spaces. It is made once: ``json.dumps`` makes an encoder in each call with other separators."""
 
 
 def encode_header(header: Header) -> bytes:
@@ -60,7 +61,7 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(data: bytes | None, bytes_max: int = TICKET_BYTES_MAX) -> Header:
-    """The header of a request; for that of a response give ``RESPONSE_HEADER_BYTES_MAX``."""
+    """The header of a request; for the header of a response, ``bytes_max`` is ``RESPONSE_HEADER_BYTES_MAX``."""
     if data is None:
         raise BadInput("a frame without a header")
     if len(data) > bytes_max:
@@ -75,12 +76,12 @@ def decode_header(data: bytes | None, bytes_max: int = TICKET_BYTES_MAX) -> Head
 
 
 def frame(keys: Binary | None, values: Binary | None) -> pa.RecordBatch:
-    """A batch of the two columns; a missing one is null."""
+    """A record batch of the two columns; one that is None becomes a column of nulls."""
     return pa.RecordBatch.from_arrays([to_array(column) for column in rows_of(keys, values)], schema=FRAME)
 
 
 def rows_of(keys: Binary | None, values: Binary | None) -> Rows:
-    """Both columns; a missing one is null."""
+    """Both columns; one that is None becomes a column of nulls."""
     if keys is not None:
         return keys, values if values is not None else no_values(keys)
     assert values is not None
@@ -92,10 +93,10 @@ def rows_in(batch: pa.RecordBatch | None) -> Rows | None:
 
 
 def check_rows(batch: pa.RecordBatch) -> None:
-    """Raises unless it is safe to look into rows that came from another process.
+    """Raise ``BadInput`` unless it is safe to read these rows, which came from another process.
 
-    Arrow takes over the buffers of a message as they are. Offsets beyond the end of their buffer are read from whatever
-    memory is there, so nothing may touch a value before all of them have been looked at.
+    Arrow uses the buffers of a message as they are. With an offset beyond the end of its buffer, a value would be read
+    from other memory, so all offsets are checked before any value is read.
     """
     if not batch.schema.equals(FRAME):
         raise BadInput(f"a frame has a key and a value column of type binary, not {shown(str(batch.schema.names))}")
@@ -106,7 +107,7 @@ def check_rows(batch: pa.RecordBatch) -> None:
 
 
 def check_frame(batch: pa.RecordBatch) -> None:
-    """The same for the rows of a request, which are not too many either."""
+    """``check_rows`` for the rows of a request, whose size is bounded as well."""
     check_rows(batch)
     size_bytes = bytes_of(batch.column(0)) + bytes_of(batch.column(1))
     if size_bytes > TRANSACTION_BYTES_MAX:
@@ -122,9 +123,9 @@ def as_value(data: pa.Buffer) -> pa.Array:
 
 
 def as_values(pieces: Sequence[pa.Buffer]) -> pa.Array:
-    """A binary array of these, copied if they are several.
+    """A binary array of these buffers, which are copied if there are several.
 
-    Not ``pa.array`` of memoryviews: Arrow never lets go of those, nor they of their buffers.
+    It is not made by ``pa.array`` of memoryviews: Arrow never releases those, nor do they release their buffers.
     """
     if not pieces:
         return pa.array([], pa.binary())
@@ -136,7 +137,7 @@ def as_buffers(values: Binary) -> list[pa.Buffer]:
     if isinstance(values, list):
         return [pa.py_buffer(value) for value in values]
     if not len(values):
-        return []  # It need not even have the one offset that others have more of.
+        return []  # An empty array may have no offsets at all.
     _, offsets_buffer, data = values.buffers()
     if data is None:
         return [pa.py_buffer(b"")] * len(values)
@@ -148,6 +149,7 @@ def as_buffers(values: Binary) -> list[pa.Buffer]:
 
 
 def encode_commit(request: CommitRequest) -> tuple[list[list[Any]], Rows | None]:
+    """The sections of a commit, and the rows that they describe."""
     sections: list[list[Any]] = []
     keys: list[Binary] = []
     values: list[Binary] = []
@@ -162,8 +164,8 @@ def encode_commit(request: CommitRequest) -> tuple[list[list[Any]], Rows | None]
         for read in request.reads.keys:
             add(["read", len(read)], read, None)
         if request.reads.ranges:
-            begins = [wanted.begin for wanted in request.reads.ranges]
-            add(["range", len(begins)], begins, [wanted.end for wanted in request.reads.ranges])
+            begins = [key_range.begin for key_range in request.reads.ranges]
+            add(["range", len(begins)], begins, [key_range.end for key_range in request.reads.ranges])
     for expect in request.expects:
         add(["expect", expect.table_id, len(expect.keys)], expect.keys, expect.values)
     for write in request.writes:
@@ -185,7 +187,7 @@ def encode_commit(request: CommitRequest) -> tuple[list[list[Any]], Rows | None]
 
 
 def pack_sections(sections: list[list[Any]], rows: Rows | None) -> tuple[list[list[Any]] | None, Rows | None]:
-    """What goes into the header: the sections, or None where they are too many for it and go before the rows."""
+    """The sections for the header, and the rows. Too many sections go before the rows; the header then has None."""
     if len(sections) <= SECTIONS_IN_HEADER_MAX:
         return sections, rows
     keys, values = rows or ([], [])
@@ -193,6 +195,7 @@ def pack_sections(sections: list[list[Any]], rows: Rows | None) -> tuple[list[li
 
 
 def unpack_sections(sections: list[Any] | None, rows: Rows | None) -> tuple[Any, Rows | None]:
+    """The inverse of ``pack_sections``; the sections are not checked yet."""
     if sections is not None:
         return sections, rows
     if rows is None or not len(rows[0]):
@@ -216,7 +219,7 @@ def _joined(parts: list[Binary]) -> Binary:
 
 
 def decode_commit(version: int | None, sections: Any, rows: Rows | None) -> CommitRequest:
-    """The commit that these sections and rows are; ``sections`` is whatever JSON has come."""
+    """The commit that these sections and rows describe; ``sections`` is JSON that is not checked yet."""
     request = CommitRequest(reads=None if version is None else Reads(version))
     if type(sections) is not list:
         raise BadInput("a commit whose sections are not a list")
@@ -229,7 +232,7 @@ def decode_commit(version: int | None, sections: Any, rows: Rows | None) -> Comm
 
 
 def _decode_section(request: CommitRequest, section: Any, rows: Rows | None, at: int) -> int:
-    """Add a section to the request; returns how many of the rows, from ``at`` on, are its own."""
+    """Add a section to the request. Returns the number of rows, from ``at`` on, that belong to it."""
     if type(section) is not list or not section or type(section[0]) is not str or section[0] not in SECTIONS:
         raise BadInput("a commit with an unknown section: client and store are of different versions")
     kind, *rest = section

@@ -1,8 +1,9 @@
-"""The messages of the store and their fields, as data: what each may be, and within which bounds.
+"""The messages of the store and their fields, as data: the type and the bounds of each.
 
-Everything that reaches the store passes one of these tables once, before any of its code sees it: the header of a
-request of the data plane (``OPERATIONS``), the sections of a commit (``SECTIONS``), a request of the control plane
-(``CONTROL``). What a client receives passes ``OPERATIONS`` too. ``docs/protocol.md`` shows them to people.
+Every message is checked once against one of these tables when the store receives it, before other code uses it: the
+header of a request of the data plane (``OPERATIONS``), the sections of a commit (``SECTIONS``), a request of the
+control plane (``CONTROL``). A client checks what it receives against ``OPERATIONS`` too. ``docs/protocol.md`` documents
+them.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from shuffle.support.fields import (
 )
 
 SCAN_ROWS_MAX = 1_000_000
-"""Maximum rows of one response to a scan."""
+"""The most rows of one response to a scan."""
 
 SCHEMA_BYTES_MAX = 2 * MIB
-"""The description of a table or a queue: a thousand columns with names of 255 bytes, and a type each."""
+"""The most bytes of the description of a table or a queue: enough for a thousand columns with names of 255 bytes and a
+type each."""
 
 _TABLE, _QUEUE, _PARTITION = number("table", UINT32_MAX), number("queue", UINT32_MAX), number("partition", UINT32_MAX)
 _SESSION, _VIEW = number("session", UINT64_MAX), number("view", needs="session")
@@ -48,10 +50,10 @@ _STAGED = Field("staged", str, 32, 32, pattern=re.compile("[0-9a-f]{32}"))
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation of the data plane: what its messages look like, and how they travel.
+    """One operation of the data plane: the fields of its messages, and the transports they may use.
 
     Every operation can be sent over Flight. The daemon has a handler for each (``server.handlers``), and
-    ``docs/protocol.md`` has a line for each; a test keeps all of them together.
+    ``docs/protocol.md`` has a line for each; a test checks that none is missing.
     """
 
     request: tuple[Field, ...]
@@ -59,7 +61,7 @@ class Operation:
     response: tuple[Field, ...] = ()
     """The fields of the header of a response that is no error."""
     lane: bool = False
-    """Whether a small request of it may be sent over the lane, where all of them share one thread."""
+    """Whether a small request of this operation may be sent over the lane, where all requests share one thread."""
 
 
 _OPENED = (number("view"), number("version"))
@@ -104,7 +106,7 @@ OPERATIONS: dict[str, Operation] = {
         lane=True,
     ),
 }
-"""The one list of what the data plane can do."""
+"""All operations of the data plane, by the name in the field ``op``."""
 
 SECTIONS: dict[str, tuple[Field, ...]] = {
     "read": (_ROWS,),
@@ -121,12 +123,12 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
     "publish": (_QUEUE, _PARTITION, _STAGED),
     "trim": (_QUEUE, _PARTITION, number("index")),
 }
-"""The sections of a commit, each after its kind."""
+"""The fields of each kind of section of a commit, which follow the name of the kind."""
 
 _SCHEMA = text("schema_json", high=SCHEMA_BYTES_MAX)
 _GROUP, _LEASE, _SESSION_ID = text("group"), number("lease_id", UINT64_MAX), number("session_id", UINT64_MAX)
 _TTL = number("ttl_ms", UINT32_MAX)
-"""Leases and sessions have bounds of their own, which they name."""
+"""The time to live of a lease or a session. Each has narrower bounds, which its own error names."""
 
 CONTROL: dict[str, tuple[Field, ...]] = {
     "Info": (),
@@ -146,7 +148,7 @@ CONTROL: dict[str, tuple[Field, ...]] = {
     "Groups": (),
     "Stats": (),
 }
-"""The requests of the control plane. That they have these fields, and of which type, is what protobuf sees to."""
+"""The requests of the control plane, by method. Protobuf ensures that the fields exist and have their types."""
 
 
 _REQUEST_CHECKS = {name: Checker(f"the request {name!r}", one.request) for name, one in OPERATIONS.items()}
@@ -155,7 +157,7 @@ _SECTION_CHECKS = {kind: Checker(f"the section {kind!r} of a commit", fields) fo
 
 
 def check_request(header: Mapping[str, Any]) -> None:
-    """Raises ``BadInput`` unless the header is that of a request, with all of its fields as they should be."""
+    """Raise ``BadInput`` unless this is the header of a request whose fields are all as they are declared."""
     operation = header.get("op")
     checker = _REQUEST_CHECKS.get(operation) if isinstance(operation, str) else None
     if checker is None:
@@ -164,12 +166,12 @@ def check_request(header: Mapping[str, Any]) -> None:
 
 
 def check_section(kind: str, *fields: Any) -> None:
-    """Raises ``BadInput`` unless these are the fields of a section of a commit."""
+    """Raise ``BadInput`` unless these are the fields of a section ``kind`` of a commit."""
     _SECTION_CHECKS[kind].check_items(fields)
 
 
 def check_response(operation: str, header: Mapping[str, Any]) -> None:
-    """Raises ``BadInput`` unless the header is one that a store answers ``operation`` with."""
+    """Raise ``BadInput`` unless this is the header of a response to ``operation``, or of an error."""
     error = header.get("error")
     if error is None:
         _RESPONSE_CHECKS[operation].check(header)

@@ -165,14 +165,14 @@ def tail_cut_too_short(patch: Any) -> None:
 
 def rolled_back_group_shown(patch: Any) -> None:
     """A group that could not be written is answered as refused, and shown all the same."""
-    original = _LocalStore._answer_failed
+    original = _LocalStore._finish_failed
 
-    def answer_failed(self: Any, waiting: Any, group: Any, error: Any) -> None:
+    def finish_failed(self: Any, waiting: Any, group: Any, error: Any) -> None:
         if not group.reached_rocks:
             self._publish(group)
         original(self, waiting, group, error)
 
-    patch(_LocalStore, "_answer_failed", answer_failed)
+    patch(_LocalStore, "_finish_failed", finish_failed)
 
 
 def failed_group_kept_in_the_history(patch: Any) -> None:
@@ -191,11 +191,11 @@ def failed_group_kept_in_the_history(patch: Any) -> None:
 def unknown_told_as_refused(patch: Any) -> None:
     """After a failed sync the store says that nothing happened, and goes on."""
 
-    def answer_failed(self: Any, waiting: Any, group: Any, error: Any) -> None:
+    def finish_failed(self: Any, waiting: Any, group: Any, error: Any) -> None:
         for pending, answer in zip(waiting, group.answers, strict=True):
             pending.finish(answer if isinstance(answer, _ShuffleError) else error)
 
-    patch(_LocalStore, "_answer_failed", answer_failed)
+    patch(_LocalStore, "_finish_failed", finish_failed)
 
 
 def moment_outlives_nothing(patch: Any) -> None:

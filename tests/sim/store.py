@@ -195,10 +195,10 @@ class SimStore:
 
         self._network.post(ADDRESS, "release", handler, self._process)
 
-    def share_moment(self, ttl_ms: int) -> ReadView:
+    def share_view(self, ttl_ms: int) -> ReadView:
         raise NotImplementedError("the simulated jobs share no snapshots")
 
-    def renew_moment(self, view: ReadView) -> None:
+    def renew_view(self, view: ReadView) -> None:
         raise NotImplementedError("the simulated jobs share no snapshots")
 
     def get(self, view: ReadView | None, table_id: int, keys: Binary) -> Binary:

@@ -253,7 +253,7 @@ def test_acknowledged_version_is_written_before_the_answer_and_counted(tmp_path:
     with StateClient.open(tmp_path) as client:
         for number in range(3):
             commit(client, number)
-            found = Marker.found(tmp_path)
+            found = Marker.load(tmp_path)
             assert found is not None
             assert found.version == client.stats()["total"]["version"]
             found.close()

@@ -120,7 +120,7 @@ class ControlServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Info(self, request, context):
-        """Who serves, and where the rows are.
+        """The store that is served, and the addresses of its data plane.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -202,7 +202,7 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Answers when the group's revision is not the given one, or when the time is up.
+        """Returns when the group's revision is not the given one, or when wait_ms have passed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

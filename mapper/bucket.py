@@ -138,6 +138,6 @@ class Bucket:
 
 def _with_metadata_of(rows: pa.RecordBatch, part: EntryPart, begin: int) -> pa.RecordBatch:
     """``rows``, which begin at the place ``begin`` of ``part``, with what is known of them."""
-    assert part.places is not None
-    indexes = part.places[begin : begin + rows.num_rows].astype(np.int64) + part.entry.shuffle_begin
+    assert part.row_offsets is not None
+    indexes = part.row_offsets[begin : begin + rows.num_rows].astype(np.int64) + part.entry.shuffle_begin
     return with_metadata(rows, indexes, np.full(rows.num_rows, part.entry.ingested_us, np.int64))

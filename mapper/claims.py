@@ -63,9 +63,9 @@ class Claims:
         found: dict[ReducerIndex, ShuffleIndex] = {}
         for bucket in buckets:
             spill = spills.get(bucket.reducer_index)
-            dropped = bucket.freed if spill is None else max(bucket.freed, spill.dropped)
-            if dropped > self._durable[bucket.reducer_index]:
-                found[bucket.reducer_index] = dropped
+            freed = bucket.freed if spill is None else max(bucket.freed, spill.freed)
+            if freed > self._durable[bucket.reducer_index]:
+                found[bucket.reducer_index] = freed
         return found
 
     def check(self, claims: Mapping[ReducerIndex, ShuffleIndex]) -> None:

@@ -36,10 +36,10 @@ from shuffle.limits import MIB
 from shuffle.mapper.bucket import Bucket, ServedBatch
 from shuffle.mapper.claims import Claims
 from shuffle.mapper.entry_life import PERSIST, after
-from shuffle.mapper.spill.answer import SpillRead
 from shuffle.mapper.spill.format import SpillPart
 from shuffle.mapper.spill.index import Spill
-from shuffle.mapper.spill.policy import Spilling, Watched, spill_part
+from shuffle.mapper.spill.policy import ReducerView, Spilling, spill_part
+from shuffle.mapper.spill.response import SpillRead
 from shuffle.mapper.trim_plan import RetiredRange, TrimPlan
 from shuffle.mapper.window import EntryPart, MappedBatch, MappedPart, Window, WindowEntry, WindowSize
 from shuffle.messages import GetRows, Tail
@@ -182,11 +182,11 @@ class MapperCore:
 
     def _uncommitted_part(self, entry: WindowEntry, mapped: MappedPart) -> EntryPart | None:
         """The part for these rows, without those that the reducer had committed before this instance mapped them."""
-        assert mapped.rows.num_rows == len(mapped.places)
+        assert mapped.rows.num_rows == len(mapped.row_offsets)
         if mapped.rows.num_rows == 0:
             return None
         bucket = self._buckets[mapped.reducer_index]
-        part = entry.add_part(mapped.reducer_index, mapped.rows, mapped.places)
+        part = entry.add_part(mapped.reducer_index, mapped.rows, mapped.row_offsets)
         committed_rows = part.commit(bucket.committed)
         if committed_rows:
             bucket.freed = part.row_index_at(committed_rows - 1)
@@ -218,7 +218,7 @@ class MapperCore:
         spill = self.spilling.spills.get(request.reducer_index)
         if spill is not None:
             spill.commit(bucket.committed)
-            bucket.freed = max(bucket.freed, spill.dropped)
+            bucket.freed = max(bucket.freed, spill.freed)
         # 3
         if self.spill_read(request) is not None:
             return []
@@ -362,7 +362,7 @@ class MapperCore:
     def tick(self, now_ms: int) -> None:
         """Look who is late; ``trim_plan`` decides by it. To be called every now and then."""
         reducers = [
-            Watched(bucket, self._claims.committed(bucket), self.waiting[bucket.reducer_index] > 0)
+            ReducerView(bucket, self._claims.committed(bucket), self.waiting[bucket.reducer_index] > 0)
             for bucket in self._buckets
         ]
         self.spilling.tick(now_ms, reducers, self.next_shuffle_index, self.nbytes, self.window_bytes_max)

@@ -20,7 +20,7 @@ from shuffle.errors import ShuffleError, SpecError, TableExists
 from shuffle.ids import MapperIndex, new_guid
 from shuffle.mapper.ingest import store_backoff
 from shuffle.mapper.instance import MapperInstance
-from shuffle.mapper.mapping import Mapping
+from shuffle.mapper.mapping import MapStage
 from shuffle.mapper.readers.opening import open_reader
 from shuffle.mapper.serve import MapperServer
 from shuffle.metrics import MapperMetrics, serve_metrics
@@ -225,7 +225,7 @@ class MapperProcess:
                 client,
                 worker,
                 reader,
-                Mapping(user, worker, spec.mapper.on_error),
+                MapStage(user, worker, spec.mapper.on_error),
                 dead_letter_queue,
                 self._memory_bytes_max,
                 metrics,

@@ -24,7 +24,7 @@ from shuffle.errors import (
     UserCodeError,
 )
 from shuffle.ids import InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
-from shuffle.mapper.mapping import Mapping
+from shuffle.mapper.mapping import MapStage
 from shuffle.mapper.reader import PartitionReader
 from shuffle.mapper.shared_core import SharedCore
 from shuffle.mapper.spill.store import SpillStore
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 ROOM_WAIT_S = 1.0
 """A full mapper looks this often whether it still is the only instance."""
 
-FULL_WAIT_S = 0.004
+GIVE_BACK_WAIT_S = 0.004
 """A mapper that has been full for so long gives freed memory back. Not sooner: every page that is given back has to be
 made again, and a mapper that goes on at once would pay for that with each batch."""
 
@@ -62,7 +62,7 @@ class Ingestion:
         index: MapperIndex,
         shared: SharedCore,
         reader: PartitionReader,
-        mapping: Mapping,
+        map_stage: MapStage,
         metrics: MapperMetrics,
         spill: SpillStore,
     ) -> None:
@@ -73,14 +73,14 @@ class Ingestion:
         self._shared = shared
         self._core = shared.core
         self._reader = reader
-        self._mapping = mapping
+        self._map_stage = map_stage
         self._metrics = metrics
         self._persisted = PersistedState(client, spec.processor, index)
         self._poisoned: UserCodeError | None = None
         self._keeps_freed = False
         """Whether what was freed since the last batch may not have been given back yet."""
         self.trim_mutex = threading.Lock()
-        self.twin_seen = threading.Event()
+        self.other_instance_seen = threading.Event()
         """Set by the trim when it finds another instance's state."""
         self.false_claim_seen = threading.Event()
         """Set by the trim when rows were dropped that are not committed: they must be read and served again."""
@@ -95,7 +95,7 @@ class Ingestion:
             committed = self._committed()
             self._shared.restart(state, committed, spills)
             self._poisoned = None
-            self.twin_seen.clear()
+            self.other_instance_seen.clear()
             self.false_claim_seen.clear()
         _log.info(
             "reading from",
@@ -142,7 +142,7 @@ class Ingestion:
         4. if that is not the state this instance knows, another one is alive: nothing of the batch is exposed;
         5. push the entry.
         """
-        if self.twin_seen.is_set():
+        if self.other_instance_seen.is_set():
             raise SplitBrain(f"mapper {self._index}: the trim found the state of another instance")
         if self.false_claim_seen.is_set():
             raise FalseClaim(f"mapper {self._index}: the trim found rows dropped that are not committed")
@@ -166,7 +166,7 @@ class Ingestion:
         # 3
         began_s = time.perf_counter()
         try:
-            mapped = self._mapping.apply(rows, begin)
+            mapped = self._map_stage.apply(rows, begin)
         except UserCodeError as error:
             self._stop_before(error, begin)
             return
@@ -186,7 +186,7 @@ class Ingestion:
     def _wait_for_room(self) -> bool:
         """Whether there is room in the window, soon. The allocator keeps what was freed for the next batch: while there
         is none, and at the limit, that memory counts."""
-        if self._shared.wait_for_room(FULL_WAIT_S):
+        if self._shared.wait_for_room(GIVE_BACK_WAIT_S):
             return True
         self._give_back()
         return self._shared.wait_for_room(ROOM_WAIT_S)

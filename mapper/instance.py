@@ -26,7 +26,7 @@ from shuffle.errors import FalseClaim, ShuffleError, SplitBrain, UserCodeError
 from shuffle.ids import MapperIndex, ReducerIndex
 from shuffle.mapper.core import MapperCore
 from shuffle.mapper.ingest import Ingestion
-from shuffle.mapper.mapping import Mapping as MapStage
+from shuffle.mapper.mapping import MapStage
 from shuffle.mapper.reader import PartitionReader
 from shuffle.mapper.serve import HostedMapper
 from shuffle.mapper.shared_core import SharedCore
@@ -57,7 +57,7 @@ class MapperInstance:
         client: StateClient,
         worker: WorkerSpec,
         reader: PartitionReader,
-        mapping: MapStage,
+        map_stage: MapStage,
         dead_letter_queue: str,
         memory_bytes_max: int,
         metrics: MapperMetrics,
@@ -93,7 +93,7 @@ class MapperInstance:
         self._trimmer.on_conflict = metrics.conflicts.inc
         self._trimmer.on_dead_letters = metrics.dead_letters.inc
         self._trimmer.on_spilled = self._spilled
-        self._ingestion = Ingestion(client, spec, index, self._shared, reader, mapping, metrics, spill)
+        self._ingestion = Ingestion(client, spec, index, self._shared, reader, map_stage, metrics, spill)
         self._stop_trim = threading.Event()
         self._lag_rows: int | None = None
         self._measured_s = 0.0
@@ -177,7 +177,7 @@ class MapperInstance:
                 self._measure()
             except SplitBrain as error:
                 _log.info("trim found another instance's state", reason=error.message)
-                self._ingestion.twin_seen.set()
+                self._ingestion.other_instance_seen.set()
             except FalseClaim as error:
                 self._false_claim(error)
             except Exception as error:

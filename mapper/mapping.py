@@ -26,7 +26,7 @@ SLACK_BYTES = 64 * 1024
 
 
 @dataclass(slots=True)
-class Mapping:
+class MapStage:
     """``Mapper.map`` with everything that is done around it."""
 
     mapper: Mapper
@@ -150,9 +150,11 @@ class Mapping:
 def cut(mapped: pa.Table, partition_indexes: np.ndarray[Any, Any], reducer_count: int) -> list[MappedPart]:
     """One Arrow batch for each reducer that has rows, each with memory of its own."""
     parts = []
-    for reducer, (rows, places) in enumerate(split_by_partition(mapped, partition_indexes, reducer_count)):
+    for reducer, (rows, row_offsets) in enumerate(split_by_partition(mapped, partition_indexes, reducer_count)):
         if rows is not None and rows.num_rows:
-            parts.append(MappedPart(ReducerIndex(reducer), own(rows), np.ascontiguousarray(places, dtype=np.uint32)))
+            parts.append(
+                MappedPart(ReducerIndex(reducer), own(rows), np.ascontiguousarray(row_offsets, dtype=np.uint32))
+            )
     return parts
 
 

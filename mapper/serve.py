@@ -79,7 +79,7 @@ class HostedMapper:
     """One mapper instance, as the server sees it."""
 
     shared: SharedCore
-    memories: MemoryBudget
+    memory_budget: MemoryBudget
     status: Callable[[], dict[str, Any]]
     on_served: Callable[[int, int], None]
     """Called with the rows and bytes of each answer."""
@@ -174,7 +174,7 @@ class MapperServer(flight.FlightServerBase):
                 request = GetRows.decode(b"" if ticket is None else bytes(ticket))
                 mapper = self.mapper(request.mapper_id)
                 if request.machine is not None and request.machine == machine():
-                    memory = memory or mapper.memories.take(stack)
+                    memory = memory or mapper.memory_budget.take(stack)
                     sharing = None if memory is None or memory.is_refused else memory
                 if sharing is not None and request.to_row_index is None:
                     request = replace(request, max_bytes=min(request.max_bytes, sharing.bytes_max))
@@ -204,10 +204,10 @@ class MapperServer(flight.FlightServerBase):
     def _share(self, writer: Any, memory: MemoryWriter, served: Served) -> bool:
         """Answer by way of shared memory, unless there are too many rows for it."""
         batches = list(_with_tails(joined(served.rows), served.tail))
-        note = memory.put([rows for rows, _ in batches])
-        if note is None:
+        handle = memory.put([rows for rows, _ in batches])
+        if handle is None:
             return False
-        writer.write_metadata(SharedRows(note, tuple(tail for _, tail in batches)).encode())
+        writer.write_metadata(SharedRows(handle, tuple(tail for _, tail in batches)).encode())
         return True
 
     def do_action(self, context: Any, action: Any) -> Any:

@@ -17,9 +17,9 @@ from shuffle.ids import ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB, WAIT_MS_MAX
 from shuffle.mapper.bucket import Bucket, ServedBatch
 from shuffle.mapper.core import MapperCore
-from shuffle.mapper.spill.answer import SpillRead
 from shuffle.mapper.spill.format import SpillHead
 from shuffle.mapper.spill.index import Spill
+from shuffle.mapper.spill.response import SpillRead
 from shuffle.mapper.window import MappedBatch
 from shuffle.messages import GetRows, Tail
 from shuffle.support.shared_memory import MemoryWriter
@@ -39,7 +39,7 @@ WAITERS_PER_REDUCER_MAX = 4
 CROWDED_WAIT_S = 0.1
 """The longest wait of one more request than those: long enough that who asks again at once is not always asking."""
 
-FULL_WAIT_S = 0.02
+FULL_WINDOW_WAIT_S = 0.02
 """The longest wait while the window is full and the caller has not committed all that it was given: the next request
 may bring the news that makes room."""
 
@@ -171,7 +171,7 @@ class SharedCore:
                 try:
                     while not rows and spilled is None and not self.closing:
                         if settling and not self.core.wants_input:
-                            deadline_s = min(deadline_s, begin_s + FULL_WAIT_S)
+                            deadline_s = min(deadline_s, begin_s + FULL_WINDOW_WAIT_S)
                         left_s = deadline_s - time.monotonic()
                         if left_s <= 0 or is_cancelled():
                             break
@@ -260,25 +260,25 @@ class MemoryBudget:
     def __init__(self, shared: SharedCore) -> None:
         self._shared = shared
         reducers = shared.reducer_count
-        self._outbox_bytes = min(SHARED_BYTES_MAX, shared.core.memory_bytes_max // SHARED_OF_WINDOW) // reducers
-        self._outboxes_left = reducers if self._outbox_bytes >= WRITER_BYTES_MIN else 0
+        self._writer_bytes = min(SHARED_BYTES_MAX, shared.core.memory_bytes_max // SHARED_OF_WINDOW) // reducers
+        self._writers_left = reducers if self._writer_bytes >= WRITER_BYTES_MIN else 0
 
     def take(self, stack: ExitStack) -> MemoryWriter | None:
         """An outbox for one exchange, given back when ``stack`` is closed; None if none is left, because there are more
         exchanges than reducers."""
-        if not self._outboxes_left:
+        if not self._writers_left:
             return None
         with self._shared.lock:
-            if not self._outboxes_left:
+            if not self._writers_left:
                 return None
-            self._outboxes_left -= 1
-            self._shared.core.reserved_bytes += self._outbox_bytes
-        memory = MemoryWriter(self._outbox_bytes)
+            self._writers_left -= 1
+            self._shared.core.reserved_bytes += self._writer_bytes
+        memory = MemoryWriter(self._writer_bytes)
         stack.callback(self._give_back, memory)
         return memory
 
     def _give_back(self, memory: MemoryWriter) -> None:
         memory.close()
         with self._shared.lock:
-            self._outboxes_left += 1
-            self._shared.core.reserved_bytes -= self._outbox_bytes
+            self._writers_left += 1
+            self._shared.core.reserved_bytes -= self._writer_bytes

@@ -27,7 +27,7 @@ from shuffle.support.logs import get_logger
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient, Transaction
 
-LOOK_S = 0.1
+STRAGGLER_CHECK_S = 0.1
 """How often a mapper looks who is late, while its window is heavy enough for that to matter soon; otherwise as often as
 it trims."""
 
@@ -80,7 +80,7 @@ class Trimmer:
                 return 0.0
             core = self._core
             busy = core.spilling.is_near(core.nbytes, core.window_bytes_max) or not core.wants_input
-            return min(self._period_s, LOOK_S) if busy else self._period_s
+            return min(self._period_s, STRAGGLER_CHECK_S) if busy else self._period_s
 
     def hurry(self) -> None:
         """The next round is the last one."""

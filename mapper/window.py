@@ -31,7 +31,7 @@ entries behind a reducer that is down reach the memory limit instead of growing 
 PART_OVERHEAD_BYTES = 512
 """The same for a part: the Arrow batch's own objects, whatever is in it."""
 
-Places = np.ndarray[Any, np.dtype[np.uint32]]
+RowOffsets = np.ndarray[Any, np.dtype[np.uint32]]
 
 
 class MappedPart(NamedTuple):
@@ -39,7 +39,7 @@ class MappedPart(NamedTuple):
 
     reducer_index: ReducerIndex
     rows: pa.RecordBatch
-    places: Places
+    row_offsets: RowOffsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,40 +60,51 @@ class MappedBatch:
 class EntryPart:
     """One reducer's rows of one window entry."""
 
-    __slots__ = ("batch", "begin", "entry", "first_row_index", "last_row_index", "nbytes", "places", "reducer_index")
+    __slots__ = (
+        "batch",
+        "begin",
+        "entry",
+        "first_row_index",
+        "last_row_index",
+        "nbytes",
+        "reducer_index",
+        "row_offsets",
+    )
 
-    def __init__(self, entry: WindowEntry, reducer_index: ReducerIndex, batch: pa.RecordBatch, places: Places) -> None:
-        assert batch.num_rows == len(places) > 0
+    def __init__(
+        self, entry: WindowEntry, reducer_index: ReducerIndex, batch: pa.RecordBatch, row_offsets: RowOffsets
+    ) -> None:
+        assert batch.num_rows == len(row_offsets) > 0
         self.entry = entry
         self.reducer_index = reducer_index
         self.batch: pa.RecordBatch | None = batch
-        self.places: Places | None = places
+        self.row_offsets: RowOffsets | None = row_offsets
         """Where each row stands in the entry; rising. Its shuffle index is ``entry.shuffle_begin`` plus this."""
         self.begin = 0
         """The first row that is not committed."""
-        self.first_row_index = ShuffleIndex(entry.shuffle_begin + int(places[0]))
-        self.last_row_index = ShuffleIndex(entry.shuffle_begin + int(places[-1]))
+        self.first_row_index = ShuffleIndex(entry.shuffle_begin + int(row_offsets[0]))
+        self.last_row_index = ShuffleIndex(entry.shuffle_begin + int(row_offsets[-1]))
         # Whole buffers, not the visible slice of them: a slice keeps all of what it was cut from.
-        self.nbytes = int(batch.get_total_buffer_size()) + int(places.nbytes) + PART_OVERHEAD_BYTES
+        self.nbytes = int(batch.get_total_buffer_size()) + int(row_offsets.nbytes) + PART_OVERHEAD_BYTES
 
     @property
     def rows(self) -> int:
         """Rows that are not committed."""
-        return 0 if self.places is None else len(self.places) - self.begin
+        return 0 if self.row_offsets is None else len(self.row_offsets) - self.begin
 
     def row_after(self, row_index: int) -> int:
         """The place in the batch of the first row whose shuffle index is above ``row_index``."""
-        assert self.places is not None
+        assert self.row_offsets is not None
         if row_index < self.first_row_index:
             return 0
         if row_index >= self.last_row_index:
-            return len(self.places)
+            return len(self.row_offsets)
         place = np.uint32(row_index - self.entry.shuffle_begin)  # Of any other type, all places would be cast to it.
-        return int(np.searchsorted(self.places, place, side="right"))
+        return int(np.searchsorted(self.row_offsets, place, side="right"))
 
     def row_index_at(self, row: int) -> ShuffleIndex:
-        assert self.places is not None
-        return ShuffleIndex(self.entry.shuffle_begin + int(self.places[row]))
+        assert self.row_offsets is not None
+        return ShuffleIndex(self.entry.shuffle_begin + int(self.row_offsets[row]))
 
     def commit(self, row_index: int) -> int:
         """Rows up to ``row_index`` are committed: how many of them were not before. Memory goes with the last one."""
@@ -107,7 +118,7 @@ class EntryPart:
 
     def free(self) -> None:
         self.batch = None
-        self.places = None
+        self.row_offsets = None
 
 
 class WindowEntry:
@@ -158,8 +169,8 @@ class WindowEntry:
         self.pointer_count = 0
         """The bucket pointer count: buckets whose first uncommitted row is in this entry."""
 
-    def add_part(self, reducer_index: ReducerIndex, batch: pa.RecordBatch, places: Places) -> EntryPart:
-        part = EntryPart(self, reducer_index, batch, places)
+    def add_part(self, reducer_index: ReducerIndex, batch: pa.RecordBatch, row_offsets: RowOffsets) -> EntryPart:
+        part = EntryPart(self, reducer_index, batch, row_offsets)
         self.parts[reducer_index] = part
         return part
 

@@ -68,7 +68,7 @@ class Metrics(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class CycleEnvironment:
     """What the cycle is given by whoever runs it."""
 
     metrics: Metrics
@@ -93,7 +93,7 @@ class ReduceCycle:
         stage: ReduceStage,
         committer: Committer,
         core: Core,
-        surroundings: Surroundings,
+        surroundings: CycleEnvironment,
         *,
         processor: str,
         index: ReducerIndex,
@@ -247,7 +247,7 @@ class ReduceCycle:
 class _Waits:
     """One series of waits, which grow, for something that fails again and again."""
 
-    def __init__(self, given: Surroundings) -> None:
+    def __init__(self, given: CycleEnvironment) -> None:
         self._given = given
         self._backoff = given.backoff()
         self._since_s: float | None = None

@@ -30,10 +30,10 @@ from shuffle.preflight.check import check_against_store
 from shuffle.reducer.commit import Committer
 from shuffle.reducer.connections import ClientPool
 from shuffle.reducer.core import FetchLimits, ReducerCore
-from shuffle.reducer.cycle import ReduceCycle, Surroundings
+from shuffle.reducer.cycle import CycleEnvironment, ReduceCycle
 from shuffle.reducer.fetch import Fetcher, RowLocator
 from shuffle.reducer.reduce import ReduceStage
-from shuffle.reducer.row_cache import KnownRows
+from shuffle.reducer.row_cache import CommittedRowCache
 from shuffle.reducer.shared_core import SharedCore
 from shuffle.spec.config import ProcessorSpec
 from shuffle.statestore import StateClient
@@ -110,7 +110,7 @@ class ReducerDaemon:
         self._committer = Committer(client, spec.reducers_table, self.index, mapper_count)
         self._core = ReducerCore(mapper_count, limits_of(spec, mapper_count))
         self._shared = SharedCore(self._core)
-        self._known = KnownRows()
+        self._known = CommittedRowCache()
         self._split_brains = self._backoff()
 
     def _backoff(self) -> Backoff:
@@ -195,7 +195,7 @@ class ReducerDaemon:
         )
 
     def _cycle(self, stage: ReduceStage) -> ReduceCycle:
-        surroundings = Surroundings(
+        surroundings = CycleEnvironment(
             metrics=self.metrics,
             backoff=self._backoff,
             clock=time.monotonic,

@@ -20,7 +20,7 @@ from shuffle.support.shared_memory import MemoryReader, NotShared, machine
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RowsResponse:
     """What a mapper has responded to one GetRows."""
 
     batches: list[tuple[pa.RecordBatch, ShuffleIndex]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class RowStream:
         self._reader: Any = None
         self._opened_s = 0.0
 
-    def get_rows(self, request: GetRows, timeout_s: float) -> Answer:
+    def get_rows(self, request: GetRows, timeout_s: float) -> RowsResponse:
         """One GetRows. The answer comes within ``timeout_s`` and ``STREAM_S_MAX``, or there is an error."""
         try:
             with flight.typed_errors(self._who):
@@ -82,7 +82,7 @@ class RowStream:
         self._opened_s = time.monotonic()
         self._writer.begin(_NO_COLUMNS)
 
-    def _ask(self, request: GetRows) -> Answer | ShuffleError:
+    def _ask(self, request: GetRows) -> RowsResponse | ShuffleError:
         try:
             self._writer.write_metadata(replace(request, machine=self._machine).encode())
             return self._answer(request)
@@ -95,9 +95,9 @@ class RowStream:
         except NotShared as error:
             raise ShuffleError(f"{self._who} tells of shared memory that it was not asked for: {error}") from error
 
-    def _answer(self, request: GetRows) -> Answer | ShuffleError:
+    def _answer(self, request: GetRows) -> RowsResponse | ShuffleError:
         """The batches, or the error that the mapper answered: the exchange goes on after either."""
-        answer = Answer()
+        answer = RowsResponse()
         size_bytes = 0
         while True:
             chunk = self._reader.read_chunk()
@@ -127,13 +127,15 @@ class RowStream:
             if not tail.more:
                 return answer
 
-    def _shared(self, told: SharedRows, request: GetRows) -> Answer:
-        if told.note.size_bytes > request.max_bytes + BATCH_BYTES_MAX:
-            raise TooLarge(f"{self._who} tells of {told.note.size_bytes} bytes, and {request.max_bytes} were asked for")
-        batches = self._memory.take(told.note)
+    def _shared(self, told: SharedRows, request: GetRows) -> RowsResponse:
+        if told.handle.size_bytes > request.max_bytes + BATCH_BYTES_MAX:
+            raise TooLarge(
+                f"{self._who} tells of {told.handle.size_bytes} bytes, and {request.max_bytes} were asked for"
+            )
+        batches = self._memory.take(told.handle)
         if len(batches) != len(told.tails):
             raise ShuffleError(f"{self._who} tells of {len(told.tails)} batches, and there are {len(batches)}")
-        answer = Answer()
+        answer = RowsResponse()
         for batch, tail in zip(batches, told.tails, strict=True):
             validate_offsets(batch)
             answer.add(batch, tail)

@@ -20,14 +20,14 @@ from shuffle.messages import GetRows, Tail
 from shuffle.metrics import ReducerMetrics
 from shuffle.reducer.connections import ClientPool, SharedClient
 from shuffle.reducer.core import FetchedBatch, FetchPlan
-from shuffle.reducer.exchange import Answer, RowStream
+from shuffle.reducer.exchange import RowsResponse, RowStream
 from shuffle.reducer.shared_core import SharedCore
 from shuffle.support import crash_points, flight
 from shuffle.support.logs import get_logger
 from shuffle.support.retry import Backoff
 from shuffle.support.vital_threads import start_vital
 
-ANSWER_S_MAX = 6.0
+RESPONSE_S_MAX = 6.0
 """Time for an answer beyond the long poll that was asked for. A mapper that needs more is as good as gone."""
 
 LOCATE_S_MAX = 2.0
@@ -36,9 +36,9 @@ LOCATE_S_MAX = 2.0
 _log = get_logger(__name__)
 
 
-def get_rows(client: Any, request: GetRows, *, who: str, timeout_s: float) -> Answer:
+def get_rows(client: Any, request: GetRows, *, who: str, timeout_s: float) -> RowsResponse:
     """One GetRows call: the batches of the answer, each with the shuffle index of its last row."""
-    answer = Answer()
+    answer = RowsResponse()
     size_bytes = 0
     with flight.typed_errors(who):
         reader = client.do_get(flight.Ticket(request.encode()), flight.call_options(timeout_s))
@@ -91,7 +91,7 @@ class Connections:
             self._clients.give_back(shared, is_broken)
 
 
-class Choice:
+class InstanceChoice:
     """Which instance of a mapper to ask: the youngest listed, and after a failure the next one, in turn."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Fetcher:
         self._backoff = backoff
         self._metrics = metrics
         self._on_rows_gone = on_rows_gone
-        self._choice = Choice()
+        self._choice = InstanceChoice()
         self._connections = Connections(share_memory, clients)
 
         self._thread: threading.Thread | None = None
@@ -174,7 +174,7 @@ class Fetcher:
             self._metrics.fetched_rows.inc(rows)
             self._metrics.fetched_bytes.inc(sum(batch.nbytes for batch, _ in answer.batches))
 
-    def _ask(self, mapper: MapperAddress, plan: FetchPlan) -> Answer:
+    def _ask(self, mapper: MapperAddress, plan: FetchPlan) -> RowsResponse:
         request = GetRows(
             mapper_id=mapper.guid,
             reducer_index=self._reducer_index,
@@ -189,7 +189,7 @@ class Fetcher:
         begin_s = time.monotonic()
         try:
             stream = self._connections.stream_to(mapper.address, self._who(mapper))
-            return stream.get_rows(request, timeout_s=plan.wait_ms / 1000 + ANSWER_S_MAX)
+            return stream.get_rows(request, timeout_s=plan.wait_ms / 1000 + RESPONSE_S_MAX)
         finally:
             self._metrics.fetch_seconds.observe(time.monotonic() - begin_s)
 

@@ -17,14 +17,14 @@ from shuffle.limits import MIB
 KEYS_MAX = 512
 """Keys of a lookup that is answered from memory, and of a write that is remembered."""
 
-KNOWN_BYTES_MAX = 16 * MIB
+CACHE_BYTES_MAX = 16 * MIB
 """Of all keys and values known; the longest known go first."""
 
 ROW_BYTES = 200
 """What a row costs besides its key and value."""
 
 
-class KnownRows:
+class CommittedRowCache:
     """Encoded keys and values of any tables; a value of None says that there is no such row.
 
     It is a ``RowCache``: ``StateClient.with_row_cache`` makes transactions use it.
@@ -32,7 +32,7 @@ class KnownRows:
 
     keys_max = KEYS_MAX
 
-    def __init__(self, bytes_max: int = KNOWN_BYTES_MAX) -> None:
+    def __init__(self, bytes_max: int = CACHE_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._rows: dict[bytes, bytes | None] = {}
         self._size_bytes = 0

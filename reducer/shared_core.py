@@ -45,7 +45,7 @@ class SharedCore:
         self._core = core
         self._changed = threading.Condition()
         self._stopping = threading.Event()
-        self._answers_empty = 0
+        self._empty_responses = 0
         self._taken_s = time.monotonic()
         """When the last batch was taken."""
         self._taken_bytes = 0
@@ -90,7 +90,7 @@ class SharedCore:
         with self._changed:
             rows = self._core.fetched(plan, batches, tails)
             if not rows:
-                self._answers_empty += 1
+                self._empty_responses += 1
             # Nothing is news, too, to a reducer that lets rows add up: a mapper without room answers so.
             self._changed.notify_all()
             return rows
@@ -121,8 +121,8 @@ class SharedCore:
             now_s = time.monotonic()
             if self._taken_bytes <= max(GATHER_BYTES_MIN, GATHER_BYTES_PER_S * (now_s - self._taken_s)):
                 return
-            end_s, empty_before, seen_bytes = now_s + GATHER_S_MAX, self._answers_empty, -1
-            while now_s < end_s and not self.stopping and self._answers_empty == empty_before:
+            end_s, empty_before, seen_bytes = now_s + GATHER_S_MAX, self._empty_responses, -1
+            while now_s < end_s and not self.stopping and self._empty_responses == empty_before:
                 queued_bytes = self._core.queued_bytes
                 if queued_bytes == seen_bytes or self._core.has_enough:
                     return

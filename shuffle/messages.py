@@ -148,8 +148,8 @@ _TAIL_FIELDS = (
     number("complete_up_to", low=-1),
     number("front", INT64_MAX, INT64_MIN),
 )
-_PLACE = struct.Struct("<cIIQQ")
-_NOTE = (number("pid", UINT32_MAX), number("fd", UINT32_MAX), number("inode", UINT64_MAX), number("bytes"))
+_HANDLE = struct.Struct("<cIIQQ")
+_HANDLE_FIELDS = (number("pid", UINT32_MAX), number("fd", UINT32_MAX), number("inode", UINT64_MAX), number("bytes"))
 
 
 class Tail(NamedTuple):
@@ -193,19 +193,19 @@ def _tail(unpacked: tuple[bytes, int, int, int, int, int]) -> Tail:
 class SharedRows:
     """A response whose batches are in shared memory: where, and the tail of each."""
 
-    note: MemoryHandle
+    handle: MemoryHandle
     tails: tuple[Tail, ...]
 
     def encode(self) -> bytes:
-        note = self.note
-        place = _PLACE.pack(SHARED_ROWS, note.pid, note.fd, note.inode, note.size_bytes)
-        return place + b"".join(tail.encode() for tail in self.tails)
+        handle = self.handle
+        encoded = _HANDLE.pack(SHARED_ROWS, handle.pid, handle.fd, handle.inode, handle.size_bytes)
+        return encoded + b"".join(tail.encode() for tail in self.tails)
 
     @staticmethod
     def decode(metadata: bytes) -> SharedRows:
-        tails_bytes = len(metadata) - _PLACE.size
+        tails_bytes = len(metadata) - _HANDLE.size
         if tails_bytes < 0 or tails_bytes % _TAIL.size or not metadata.startswith(SHARED_ROWS):
             raise BadInput(f"not a note about shared rows: {shown(metadata)}")
-        place = _PLACE.unpack_from(metadata)[1:]
-        check_items("a note about shared rows", _NOTE, place)
-        return SharedRows(MemoryHandle(*place), tuple(map(_tail, _TAIL.iter_unpack(metadata[_PLACE.size :]))))
+        fields = _HANDLE.unpack_from(metadata)[1:]
+        check_items("a note about shared rows", _HANDLE_FIELDS, fields)
+        return SharedRows(MemoryHandle(*fields), tuple(map(_tail, _TAIL.iter_unpack(metadata[_HANDLE.size :]))))

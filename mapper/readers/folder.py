@@ -42,24 +42,24 @@ _FORMATS = {
 }
 
 
-class _Place(NamedTuple):
+class _FilePosition(NamedTuple):
     file: str
     """Empty before the first file."""
     rows: int
 
 
-def encode_place(file: str, rows: int) -> Token:
+def encode_file_position(file: str, rows: int) -> Token:
     return Token(json.dumps({"file": file, "rows": rows}).encode())
 
 
-def decode_place(token: Token) -> _Place:
+def decode_file_position(token: Token) -> _FilePosition:
     if token == START:
-        return _Place("", 0)
+        return _FilePosition("", 0)
     try:
         parsed = json.loads(token)
-        return _Place(str(parsed["file"]), int(parsed["rows"]))
+        return _FilePosition(str(parsed["file"]), int(parsed["rows"]))
     except (ValueError, KeyError, TypeError):
-        raise BadInput("the token is not a place in a folder: was the input of the processor changed?") from None
+        raise BadInput("the token is not a position in a folder: was the input of the processor changed?") from None
 
 
 def is_visible(name: str) -> bool:
@@ -104,7 +104,7 @@ class FolderReader(PartitionReader):
         self._clock = clock
         self._interrupted = threading.Event()
         self._schema: pa.Schema | None = None
-        self._place: _Place | None = None
+        self._position: _FilePosition | None = None
         """Where the open file stands: reading on from there needs no seeking."""
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._rest: pa.RecordBatch | None = None
@@ -119,15 +119,15 @@ class FolderReader(PartitionReader):
 
     def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
         deadline_s = self._clock() + self.wait_ms / 1000
-        place = decode_place(token)
+        position = decode_file_position(token)
         rows_max = max(1, end_row_index - begin_row_index)
         while True:
-            batch, place = self._next_batch(place, rows_max)
+            batch, position = self._next_batch(position, rows_max)
             if batch is not None:
-                return self._conform(batch, place.file), encode_place(*place)
+                return self._conform(batch, position.file), encode_file_position(*position)
             left_s = deadline_s - self._clock()
             if left_s <= 0 or self._interrupted.wait(min(left_s, POLL_S)):
-                return self.schema.empty_table(), encode_place(*place)
+                return self.schema.empty_table(), encode_file_position(*position)
 
     def trim(self, row_index: int, token: Token) -> None:
         """Files stay where they are: they belong to whoever wrote them."""
@@ -143,20 +143,20 @@ class FolderReader(PartitionReader):
         self._forget()
 
     def _forget(self) -> None:
-        self._batches, self._rest, self._place = iter(()), None, None
+        self._batches, self._rest, self._position = iter(()), None, None
 
-    def _next_batch(self, place: _Place, rows_max: int) -> tuple[pa.RecordBatch | None, _Place]:
-        """Rows after ``place``, or None when there are no more files; the place after them."""
-        if place != self._place:
-            self._seek(place)
+    def _next_batch(self, position: _FilePosition, rows_max: int) -> tuple[pa.RecordBatch | None, _FilePosition]:
+        """Rows after ``position``, or None when there are no more files; the position after them."""
+        if position != self._position:
+            self._seek(position)
         while True:
             batch = self._rest if self._rest is not None else next(self._batches, None)
             if batch is None:
-                following = self._file_after(place.file)
+                following = self._file_after(position.file)
                 if following is None:
-                    self._place = place
-                    return None, place
-                place = _Place(following, 0)
+                    self._position = position
+                    return None, position
+                position = _FilePosition(following, 0)
                 self._batches = self._open(following)
                 continue
             if batch.num_rows == 0:
@@ -167,20 +167,21 @@ class FolderReader(PartitionReader):
                 taken = batch.slice(0, 1)
             left = batch.slice(taken.num_rows)
             self._rest = left if left.num_rows else None
-            self._place = _Place(place.file, place.rows + taken.num_rows)
-            return taken, self._place
+            self._position = _FilePosition(position.file, position.rows + taken.num_rows)
+            return taken, self._position
 
-    def _seek(self, place: _Place) -> None:
+    def _seek(self, position: _FilePosition) -> None:
         self._forget()
-        if place.file:
-            if not (self._folder / place.file).exists():
+        if position.file:
+            if not (self._folder / position.file).exists():
+                path = self._folder / position.file
                 raise OutOfRange(
-                    f"{self._folder / place.file} is gone, but rows after row {place.rows} of it are not processed yet",
-                    file=place.file,
-                    row=place.rows,
+                    f"{path} is gone, but rows after row {position.rows} of it are not processed yet",
+                    file=position.file,
+                    row=position.rows,
                 )
-            self._batches = self._open(place.file, place.rows)
-        self._place = place
+            self._batches = self._open(position.file, position.rows)
+        self._position = position
 
     def _names(self) -> list[str]:
         try:
@@ -290,8 +291,8 @@ def arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
     with _readable(path), pa.memory_map(str(path)) as source:
         if source.read(6) == b"ARROW1":
             file = pa.ipc.open_file(source)
-            for place in range(file.num_record_batches):
-                yield file.get_batch(place)
+            for number in range(file.num_record_batches):
+                yield file.get_batch(number)
         else:
             source.seek(0)
             yield from pa.ipc.open_stream(source)

@@ -78,7 +78,7 @@ class SpillHead(NamedTuple):
 
 
 def encode(
-    parts: Sequence[SpillPart], before: SpillEnd, dropped: ShuffleIndex, compression: Compression, since_ms: int
+    parts: Sequence[SpillPart], before: SpillEnd, freed: ShuffleIndex, compression: Compression, since_ms: int
 ) -> tuple[pa.Table, SpillEnd]:
     """``parts`` as spilled batches that follow upon ``before``, and the end behind them.
 
@@ -92,7 +92,7 @@ def encode(
         first, last = int(indexes[0]), int(indexes[-1])
         stored, steps = _stream(rows, options), _steps(indexes)
         time_rows, times_us = _runs(times)
-        previous = max(end.last_row_index, dropped if dropped < first else NOTHING_COMMITTED)
+        previous = max(end.last_row_index, freed if freed < first else NOTHING_COMMITTED)
         numbers = (previous, first, last, rows.num_rows, rows.nbytes, end.rows, end.nbytes)
         for name, value in zip(columns, (*numbers, steps, time_rows, times_us, stored), strict=True):
             columns[name].append(value)

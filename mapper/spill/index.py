@@ -30,7 +30,7 @@ class Spill:
         self._heads: deque[SpillHead] = deque()
         """Of the batches from ``begin`` on that were read, without a gap. Those behind them will be known once they
         are read: a spill of days would fill the memory with them otherwise."""
-        self.dropped = NOTHING_COMMITTED
+        self.freed = NOTHING_COMMITTED
         """The last row of the last batch that was dropped from here, being committed."""
         self.trimmed = self.begin
         """Up to where the store was told that it is not needed any more."""
@@ -53,16 +53,16 @@ class Spill:
         if self.is_empty:
             return
         while self._heads and self._heads[0].last_row_index <= row_index:
-            self._drop(self._heads.popleft())
+            self._free(self._heads.popleft())
         if self.end.last_row_index <= row_index:
             self._heads.clear()
             last = self.end.position - 1
-            self._drop(SpillHead(last, self.end.last_row_index, self.end.rows, self.end.nbytes))
+            self._free(SpillHead(last, self.end.last_row_index, self.end.rows, self.end.nbytes))
 
-    def _drop(self, head: SpillHead) -> None:
+    def _free(self, head: SpillHead) -> None:
         self.begin = head.position + 1
         self._rows_done, self._bytes_done = head.rows_after, head.bytes_after
-        self.dropped = head.last_row_index
+        self.freed = head.last_row_index
 
     def position_after(self, cursor: ShuffleIndex) -> int:
         """The batch to begin reading at for the rows after ``cursor``; it may be one that ends before them."""

@@ -23,7 +23,7 @@ from shuffle.limits import MIB
 from shuffle.mapper.bucket import Bucket
 from shuffle.mapper.spill.format import SpillPart
 from shuffle.mapper.spill.index import Spill
-from shuffle.mapper.spill.stragglers import Seen, Stragglers
+from shuffle.mapper.spill.stragglers import ReducerProgress, Stragglers
 from shuffle.mapper.window import EntryPart, Window, WindowEntry
 from shuffle.spec.config import SpillSpec
 
@@ -38,7 +38,7 @@ BLOCKED_MS = 5_000
 """After the store had no room: how long it is left alone."""
 
 
-class Watched(NamedTuple):
+class ReducerView(NamedTuple):
     """What there is to see of one reducer."""
 
     bucket: Bucket
@@ -78,7 +78,7 @@ class Spilling:
     def tick(
         self,
         now_ms: int,
-        reducers: Sequence[Watched],
+        reducers: Sequence[ReducerView],
         next_index: ShuffleIndex,
         window_bytes: int,
         window_bytes_max: int,
@@ -94,13 +94,13 @@ class Spilling:
         limit_bytes = self._spec.memory_share * window_bytes_max
         self._over = window_bytes >= (limit_bytes / 2 if self._over else limit_bytes)
 
-    def _seen(self, reducer: Watched, next_index: ShuffleIndex) -> Seen:
+    def _seen(self, reducer: ReducerView, next_index: ShuffleIndex) -> ReducerProgress:
         first = reducer.bucket.first_row_index
         position = next_index if first is None else first
         spill = self.spills.get(reducer.bucket.reducer_index)
         if spill is not None and not spill.is_empty:
             position = ShuffleIndex(min(position, spill.end.last_row_index))
-        return Seen(position, reducer.committed, position == next_index, reducer.is_waiting)
+        return ReducerProgress(position, reducer.committed, position == next_index, reducer.is_waiting)
 
     def is_near(self, window_bytes: int, window_bytes_max: int) -> bool:
         """Whether the window may weigh enough to spill before long: who is late by then should be known at once."""
@@ -176,6 +176,6 @@ class Spilling:
 def spill_part(part: EntryPart) -> SpillPart:
     """The uncommitted rows of ``part``. They are held by this until they are spilled, whatever becomes of the part."""
     assert part.batch is not None
-    assert part.places is not None
-    indexes = part.places[part.begin :].astype("int64") + part.entry.shuffle_begin
+    assert part.row_offsets is not None
+    indexes = part.row_offsets[part.begin :].astype("int64") + part.entry.shuffle_begin
     return SpillPart(part.batch.slice(part.begin), indexes, np.full(len(indexes), part.entry.ingested_us, np.int64))

@@ -23,7 +23,6 @@ from shuffle.errors import CommitUnknown, OutOfRange, StoreUnavailable
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
 from shuffle.mapper.bucket import ServedBatch
-from shuffle.mapper.spill.answer import SpillAnswer, SpillRead
 from shuffle.mapper.spill.format import (
     SPILL_SCHEMA,
     SpilledBatch,
@@ -34,6 +33,7 @@ from shuffle.mapper.spill.format import (
     encode,
 )
 from shuffle.mapper.spill.index import Spill
+from shuffle.mapper.spill.response import SpillRead, SpillResponse
 from shuffle.spec.config import Compression
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ STAGED_TTL_MS = 60_000
 READ_BYTES = 4 * MIB
 """Of stored batches, in one read of the queue."""
 
-ANSWER_BYTES_MAX = 4 * MIB
+RESPONSE_BYTES_MAX = 4 * MIB
 """Of spilled rows in one answer, whatever was asked for: they come on top of the window's limit."""
 
 LOAD_ATTEMPTS_MAX = 5
@@ -130,7 +130,7 @@ class SpillStore:
         self,
         parts: Mapping[ReducerIndex, Sequence[SpillPart]],
         before: dict[ReducerIndex, SpillEnd],
-        dropped: Mapping[ReducerIndex, ShuffleIndex],
+        freed: Mapping[ReducerIndex, ShuffleIndex],
         is_begun: Mapping[ReducerIndex, bool],
     ) -> Prepared:
         """Encode the rows, and write the large ones ahead of the transaction."""
@@ -141,7 +141,7 @@ class SpillStore:
         for reducer, rows in parts.items():
             end = before[reducer]
             since_ms = end.since_ms if is_begun[reducer] else now_ms
-            table, after = encode(rows, end, dropped[reducer], self._compression, since_ms)
+            table, after = encode(rows, end, freed[reducer], self._compression, since_ms)
             prepared.after[reducer] = after
             if table.nbytes >= STAGED_BYTES_MIN:
                 prepared.staged[reducer] = queue.stage(table, ttl_ms=STAGED_TTL_MS)
@@ -185,7 +185,7 @@ class SpillStore:
     def read(self, read: SpillRead) -> tuple[list[SpillHead], list[ServedBatch]]:
         """The rows that answer ``read``, and where the batches end that were met on the way."""
         queue = self._client.queue(self._queue_name)
-        answer = SpillAnswer(read, ANSWER_BYTES_MAX)
+        answer = SpillResponse(read, RESPONSE_BYTES_MAX)
         met: list[SpillHead] = []
         position = read.position
         cached = self._cached(read.reducer_index, position)

@@ -28,7 +28,7 @@ STANDING_AGES = 5
 """A reducer that has not moved for this many times the age does not count among the many."""
 
 
-class Seen(NamedTuple):
+class ReducerProgress(NamedTuple):
     """What is seen of one reducer at a tick."""
 
     position: int
@@ -51,12 +51,12 @@ class Stragglers:
         """(time, front of the many), the oldest first; the first is the newest that is ``age_ms`` old, if one is."""
         self._moved_ms: list[int | None] = [None] * reducer_count
         """When each was last seen to move; None if it never was."""
-        self._before: Sequence[Seen] = ()
+        self._before: Sequence[ReducerProgress] = ()
         self.current: frozenset[ReducerIndex] = frozenset()
         self.is_suspecting = False
         """Whether somebody has been late for half the age: time to get ready."""
 
-    def tick(self, now_ms: int, seen: Sequence[Seen]) -> None:
+    def tick(self, now_ms: int, seen: Sequence[ReducerProgress]) -> None:
         """``seen``: each reducer as it stands now."""
         if not self._possible:
             return

@@ -114,23 +114,25 @@ class MemoryReader:
         self._opened: tuple[int, int, int] | None = None
         self._memory: mmap.mmap | None = None
 
-    def take(self, note: MemoryHandle) -> list[pa.RecordBatch]:
+    def take(self, handle: MemoryHandle) -> list[pa.RecordBatch]:
         """A copy of the batches."""
-        memory = self._mapped(note)
-        if not 0 < note.size_bytes <= len(memory):
-            raise NotShared(f"process {note.pid} tells of {note.size_bytes} bytes in shared memory of {len(memory)}")
-        own = pa.allocate_buffer(note.size_bytes)
-        np.copyto(np.frombuffer(own, np.uint8), np.frombuffer(memory, np.uint8, note.size_bytes))
+        memory = self._mapped(handle)
+        if not 0 < handle.size_bytes <= len(memory):
+            raise NotShared(
+                f"process {handle.pid} tells of {handle.size_bytes} bytes in shared memory of {len(memory)}"
+            )
+        own = pa.allocate_buffer(handle.size_bytes)
+        np.copyto(np.frombuffer(own, np.uint8), np.frombuffer(memory, np.uint8, handle.size_bytes))
         return list(pa.ipc.open_stream(own))
 
-    def _mapped(self, note: MemoryHandle) -> mmap.mmap:
-        wanted = note.pid, note.fd, note.inode
+    def _mapped(self, handle: MemoryHandle) -> mmap.mmap:
+        wanted = handle.pid, handle.fd, handle.inode
         if self._memory is None or wanted != self._opened:
             self.close()
             try:
-                self._memory = _open(note)
+                self._memory = _open(handle)
             except (OSError, ValueError) as error:
-                raise NotShared(f"the shared memory of process {note.pid} cannot be opened: {error}") from None
+                raise NotShared(f"the shared memory of process {handle.pid} cannot be opened: {error}") from None
             self._opened = wanted
         return self._memory
 
@@ -138,16 +140,16 @@ class MemoryReader:
         self._opened = self._memory = None
 
 
-def _open(note: MemoryHandle) -> mmap.mmap:
+def _open(handle: MemoryHandle) -> mmap.mmap:
     # Another process may have that number by now, or in this container, and anything open under the other.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-    fd = os.open(f"/proc/{note.pid}/fd/{note.fd}", flags)
+    fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", flags)
     try:
-        if os.fstat(fd).st_ino != note.inode:
-            raise NotShared(f"file {note.fd} of process {note.pid} is another one")
+        if os.fstat(fd).st_ino != handle.inode:
+            raise NotShared(f"file {handle.fd} of process {handle.pid} is another one")
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             # Whoever reads memory that was cut off since it was mapped is ended by the kernel.
-            raise NotShared(f"the shared memory of process {note.pid} could be cut while it is read")
+            raise NotShared(f"the shared memory of process {handle.pid} could be cut while it is read")
         return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
     finally:
         os.close(fd)

@@ -33,7 +33,7 @@ class SpillRead:
     with_metadata: bool = False
 
 
-class SpillAnswer:
+class SpillResponse:
     """The answer to one GetRows, out of spilled batches that are given in their order."""
 
     def __init__(self, read: SpillRead, bytes_max: int) -> None:

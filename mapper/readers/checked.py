@@ -1,8 +1,8 @@
-"""The border to an input of the user's own: what its methods raise and return, said in words that help.
+"""The boundary to an input of the user's own: checks what its methods raise and return.
 
-What they raise becomes ``UserCodeError`` with the line it comes from, except for errors of this project: a
-``StoreUnavailable`` is tried again, also by the user's wish. What they return is checked once for each call, never for
-each row.
+What they raise becomes ``UserCodeError`` with the line it comes from, except for errors of this project: the user's
+code may raise ``StoreUnavailable`` to be called again. What they return is checked once for each call, never for each
+row.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shuffle.mapper.reader import Input, PartitionReader
 from shuffle.user_code.poison import place_of, reason_of
 
 POLL_S = 0.1
-"""How often a reader that does not wait by itself is asked again."""
+"""The seconds after which a reader that returned no rows, and does not wait by itself, is called again."""
 
 
 class _Boundary:
-    """Names the class and the method in whatever goes wrong in it."""
+    """Names the class and the method in every error that a method of the user's class raises or causes."""
 
     def __init__(self, where: str, name: str) -> None:
         self._where = where
@@ -53,14 +53,14 @@ class _Boundary:
 
 
 class CheckedReader(PartitionReader):
-    """A reader of the user's own."""
+    """A reader of the user's own, with checks around its methods."""
 
     def __init__(self, reader: PartitionReader, boundary: _Boundary) -> None:
         self._reader = reader
         self._boundary = boundary
         self._interrupted = threading.Event()
         self.closes: Input | None = None
-        """An input that nobody else closes."""
+        """The input to close together with this reader, if nobody else closes it."""
         with boundary.calling("schema"):
             schema = reader.schema
         if not isinstance(schema, pa.Schema):
@@ -72,7 +72,7 @@ class CheckedReader(PartitionReader):
         return self._schema
 
     def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
-        """Reads again and again for ``wait_ms`` while there is nothing: a reader need not know how to wait."""
+        """Read again and again for ``wait_ms`` while there are no rows: a reader need not know how to wait."""
         deadline_s = time.monotonic() + self.wait_ms / 1000
         while True:
             rows, after = self._read(begin_row_index, end_row_index, token)
@@ -83,17 +83,17 @@ class CheckedReader(PartitionReader):
     def _read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
         self._reader.wait_ms, self._reader.batch_bytes_max = self.wait_ms, self.batch_bytes_max
         with self._boundary.calling("read"):
-            answer = self._reader.read(begin_row_index, end_row_index, token)
-        if not isinstance(answer, tuple) or len(answer) != 2:
-            raise self._boundary.error("read", f"must return rows and a token, not {type(answer).__name__}")
-        rows, after = answer
+            result = self._reader.read(begin_row_index, end_row_index, token)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise self._boundary.error("read", f"must return rows and a token, not {type(result).__name__}")
+        rows, after = result
         if not isinstance(rows, pa.Table):
             raise self._boundary.error("read", f"must return a pyarrow.Table, not {type(rows).__name__}")
         if not rows.schema.equals(self._schema):
             raise self._boundary.error("read", f"the rows are {_shown(rows.schema)}, the schema {_shown(self._schema)}")
-        wanted = max(1, end_row_index - begin_row_index)
-        if rows.num_rows > wanted:
-            raise self._boundary.error("read", f"{rows.num_rows} rows, and {wanted} at most were asked for")
+        rows_max = max(1, end_row_index - begin_row_index)
+        if rows.num_rows > rows_max:
+            raise self._boundary.error("read", f"{rows.num_rows} rows, and {rows_max} at most were asked for")
         after = self._boundary.token("read", after)
         if rows.num_rows and after == token:
             raise self._boundary.error("read", "rows, and a token that has not moved: they would be read for ever")
@@ -125,7 +125,7 @@ class CheckedReader(PartitionReader):
 
 
 class CheckedInput(Input):
-    """An input of the user's own."""
+    """An input of the user's own, with checks around its methods."""
 
     def __init__(self, inner: Input, where: str) -> None:
         super().__init__(inner.config, inner.state, inner.folder)

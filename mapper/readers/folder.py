@@ -4,7 +4,8 @@ Files are read in the order of their names and must not change once they are the
 name that begins with a dot, and rename them. Later files must have later names. The token is the name of the file and
 the number of rows of it that were read.
 
-The libraries for Parquet and JSON are imported where they are used: most mappers read queues, and theirs is the memory.
+The libraries for Parquet and JSON are imported where they are used: most mappers read queues, and would have them in
+memory for nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from shuffle.mapper.reader import BATCH_BYTES_MAX_DEFAULT, START, Input, Partiti
 from shuffle.mapper.rows import fit
 
 POLL_S = 0.1
-"""How often a folder is looked at while waiting for a new file. One listing takes well under a millisecond."""
+"""The seconds between two listings of a folder while waiting for a new file. One listing takes well under a
+millisecond."""
 
 JSON_BLOCK_BYTES = 4 * MIB
-"""How much of a JSON-lines file is parsed at once. A single line cannot be longer."""
+"""The number of bytes of a JSON-lines file that are parsed at once. A single line cannot be longer."""
 
 _FORMATS = {
     ".parquet": "parquet",
@@ -43,9 +45,12 @@ _FORMATS = {
 
 
 class _FilePosition(NamedTuple):
+    """A position in a folder: what a token of ``FolderReader`` says."""
+
     file: str
-    """Empty before the first file."""
+    """The name of the file; empty before the first file."""
     rows: int
+    """The number of rows of the file that were read."""
 
 
 def encode_file_position(file: str, rows: int) -> Token:
@@ -63,7 +68,7 @@ def decode_file_position(token: Token) -> _FilePosition:
 
 
 def is_visible(name: str) -> bool:
-    """Hidden and half-written files, as everybody marks them, are not part of the input."""
+    """Whether a file belongs to the input. Hidden and half-written files, by the usual marks in their names, do not."""
     return not name.startswith((".", "_")) and not name.endswith((".tmp", ".part", ".crc"))
 
 
@@ -72,17 +77,17 @@ def partition_folders(folder: str | Path) -> list[Path]:
     root = Path(folder)
     if not root.is_dir():
         raise SpecError(f"there is no input folder {root}")
-    found = sorted(path for path in root.iterdir() if path.is_dir() and is_visible(path.name))
-    if not found:
+    folders = sorted(path for path in root.iterdir() if path.is_dir() and is_visible(path.name))
+    if not folders:
         raise SpecError(f"{root} has no sub-folders; each of them is one partition of the input")
-    return found
+    return folders
 
 
-def format_of(path: Path, wanted: str | None) -> str:
-    found = wanted or _FORMATS.get(path.suffix.lower())
-    if found is None:
+def format_of(path: Path, configured: str | None) -> str:
+    file_format = configured or _FORMATS.get(path.suffix.lower())
+    if file_format is None:
         raise SpecError(f"{path}: cannot tell its format by its name: set input.format to parquet, arrow or jsonl")
-    return found
+    return file_format
 
 
 class FolderReader(PartitionReader):
@@ -105,14 +110,15 @@ class FolderReader(PartitionReader):
         self._interrupted = threading.Event()
         self._schema: pa.Schema | None = None
         self._position: _FilePosition | None = None
-        """Where the open file stands: reading on from there needs no seeking."""
+        """The position up to which the open file was read; reading on from there needs no seeking. None if no file is
+        open."""
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._rest: pa.RecordBatch | None = None
         self._known: set[str] = set()
 
     @property
     def schema(self) -> pa.Schema:
-        """Of the first file here or, as long as there is none, of the first file of a sibling partition."""
+        """The schema of the first file here or, as long as there is none, of the first file of a sibling partition."""
         if self._schema is None:
             self._schema = self._find_schema()
         return self._schema
@@ -146,7 +152,7 @@ class FolderReader(PartitionReader):
         self._batches, self._rest, self._position = iter(()), None, None
 
     def _next_batch(self, position: _FilePosition, rows_max: int) -> tuple[pa.RecordBatch | None, _FilePosition]:
-        """Rows after ``position``, or None when there are no more files; the position after them."""
+        """Rows after ``position``, or None when there are no more files, and the position after them."""
         if position != self._position:
             self._seek(position)
         while True:
@@ -191,7 +197,7 @@ class FolderReader(PartitionReader):
 
     def _file_after(self, name: str) -> str | None:
         names = self._names()
-        late = [found for found in names if found < name and self._known and found not in self._known]
+        late = [other for other in names if other < name and self._known and other not in self._known]
         if late:
             raise BadInput(
                 f"{self._folder / late[0]} came after {name} was read, but its name is before: files are read in "
@@ -199,15 +205,15 @@ class FolderReader(PartitionReader):
                 file=late[0],
             )
         self._known.update(names)
-        return next((found for found in names if found > name), None)
+        return next((other for other in names if other > name), None)
 
     def _open(self, name: str, rows: int = 0) -> Iterator[pa.RecordBatch]:
         """The batches of a file without its first ``rows`` rows."""
         path = self._folder / name
-        kind = format_of(path, self._format)
-        if kind == "parquet":
+        file_format = format_of(path, self._format)
+        if file_format == "parquet":
             return parquet_batches(path, rows)
-        if kind == "arrow":
+        if file_format == "arrow":
             return skip_rows(arrow_batches(path), rows)
         return skip_rows(jsonl_batches(path, self.schema), rows)
 
@@ -274,7 +280,7 @@ def skip_rows(batches: Iterator[pa.RecordBatch], rows: int) -> Iterator[pa.Recor
 
 
 def parquet_batches(path: Path, rows: int) -> Iterator[pa.RecordBatch]:
-    """Row groups that lie before the row wanted are not even read."""
+    """The batches of a Parquet file without its first ``rows`` rows. Row groups that lie before them are not read."""
     import pyarrow.parquet as pq
 
     with _readable(path), pq.ParquetFile(path) as file:
@@ -287,7 +293,7 @@ def parquet_batches(path: Path, rows: int) -> Iterator[pa.RecordBatch]:
 
 
 def arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """Of the file format or the stream format; mapped into memory, not copied."""
+    """The batches of a file in Arrow's file format or stream format, mapped into memory and not copied."""
     with _readable(path), pa.memory_map(str(path)) as source:
         if source.read(6) == b"ARROW1":
             file = pa.ipc.open_file(source)
@@ -311,13 +317,13 @@ def jsonl_batches(path: Path, schema: pa.Schema | None) -> Iterator[pa.RecordBat
         yield from pa_json.open_json(path, read_options=read_options, parse_options=options)
 
 
-def schema_of(path: Path, kind: str) -> pa.Schema:
-    if kind == "parquet":
+def schema_of(path: Path, file_format: str) -> pa.Schema:
+    if file_format == "parquet":
         import pyarrow.parquet as pq
 
         with _readable(path):
             return pq.read_schema(path).remove_metadata()
-    if kind == "arrow":
+    if file_format == "arrow":
         with _readable(path), pa.memory_map(str(path)) as source:
             if source.read(6) == b"ARROW1":
                 return pa.ipc.open_file(source).schema.remove_metadata()
@@ -328,13 +334,13 @@ def schema_of(path: Path, kind: str) -> pa.Schema:
 
 
 class _readable:  # noqa: N801 (reads as a word in a with statement)
-    """Names the file in what Arrow says of a broken one."""
+    """Adds the name of the file to the error that Arrow raises for a broken one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, at: object) -> None:
         if isinstance(error, pa.ArrowException) and not isinstance(error, OSError):
             raise CorruptData(f"{self._path} cannot be read: {error}", file=str(self._path)) from None

@@ -65,7 +65,7 @@ class MapperCore:
         spill: SpillSpec | None = None,
         processor: str = "",
     ) -> None:
-        """Without ``spill`` nothing is ever spilled; what was spilled before is served all the same."""
+        """``spill`` says when to spill. Without it nothing is spilled, but rows that were spilled before are served."""
         self.guid = guid
         self.processor = processor
         self.mapper_index = mapper_index
@@ -391,7 +391,7 @@ class MapperCore:
 
     @property
     def local(self) -> MapperState:
-        """How far the persisted state could be by now."""
+        """The state that could be persisted by now: the one behind the last entry that has retired."""
         return self._retired[-1].state if self._retired else self.persisted
 
     def _state_after(self, entry: WindowEntry) -> MapperState:

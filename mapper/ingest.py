@@ -149,7 +149,7 @@ class Ingestion:
         if self.other_instance_seen.is_set():
             raise SplitBrain(f"mapper {self._index}: the trim found the state of another instance")
         if self.false_claim_seen.is_set():
-            raise FalseClaim(f"mapper {self._index}: the trim found rows dropped that are not committed")
+            raise FalseClaim(f"mapper {self._index}: the trim found rows freed that are not committed")
         # 1
         if not self._wait_for_room():
             self.observe()

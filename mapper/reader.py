@@ -38,9 +38,9 @@ class PartitionReader(ABC):
     """One partition of the input. Rows must come in the same order, with the same content, whenever they are read."""
 
     wait_ms: int = 0
-    """How many milliseconds ``read`` may wait for rows when there are none. It is set from the spec."""
+    """The milliseconds for which ``read`` may wait for rows when there are none. They are set from the spec."""
     batch_bytes_max: int = BATCH_BYTES_MAX_DEFAULT
-    """How many bytes ``read`` should return at most; a single row may have more. It is set from the spec."""
+    """The most bytes that ``read`` should return; a single row may have more. They are set from the spec."""
 
     @property
     @abstractmethod
@@ -51,9 +51,9 @@ class PartitionReader(ABC):
     def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
         """The next rows after ``token``, and the token after them.
 
-        They get the indexes from ``begin_row_index`` on in the mapper's input numbering; at most ``end_row_index -
-        begin_row_index`` rows are returned. If there are none, it returns an empty table after ``wait_ms`` at the
-        latest; its token may have moved over a gap.
+        They get the indexes from ``begin_row_index`` on, and below ``end_row_index``, in the mapper's input numbering:
+        the difference is the most rows that may be returned. If there are no rows, an empty table is returned after
+        ``wait_ms`` at the latest; the token may have moved over a gap.
         """
 
     @abstractmethod

@@ -55,7 +55,7 @@ class Settled(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """How much is fetched ahead, and how much is reduced at once."""
+    """The limits on what is requested and fetched ahead, and on what is reduced at once."""
 
     fetch_rows_max: int
     fetch_bytes_max: int

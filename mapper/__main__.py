@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from shuffle.support.process_memory import keep_freed, keep_small, share_freed
 
 SPARE_BYTES_MAX = 64 << 20
-"""A few batches, read and partitioned: what was freed is kept for them, up to this and to half of the memory limit."""
+"""The most bytes of freed memory that the process keeps for its next batches, unless half of the memory limit is less.
+It is enough for a few batches, read and partitioned."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """A bucket: one reducer's queue of entry parts that it has not committed yet.
 
-Rows that were served stay here until the reducer says that they are committed; until then they may be asked for again.
+Rows that were served stay here until the reducer says that they are committed; until then they may be requested again.
 No I/O, no threads, no clocks in here.
 """
 
@@ -22,22 +22,26 @@ from shuffle.mapper.window import EntryPart, Window
 
 
 class ServedBatch(NamedTuple):
-    """Rows of an answer, and the shuffle index of the last of them."""
+    """Rows of a response, and the shuffle index of the last of them."""
 
     rows: pa.RecordBatch
     last_row_index: ShuffleIndex
 
 
 class Bucket:
+    """The uncommitted rows of one reducer, in the order of their shuffle indexes."""
+
     def __init__(self, reducer_index: ReducerIndex) -> None:
         self.reducer_index = reducer_index
         self._parts: deque[EntryPart] = deque()
         self.committed = NOTHING_COMMITTED
-        """The highest index the reducer has told. After a restart it may be ahead of what has been mapped again."""
+        """The highest shuffle index that a request of the reducer has called committed. After a restart it may be ahead
+        of what has been mapped again."""
         self.freed = NOTHING_COMMITTED
-        """The shuffle index of the last row freed, being committed: nothing up to it can be served any more."""
+        """The shuffle index of the last row that was freed because it is committed. Nothing up to it can be served any
+        more."""
         self.served = NOTHING_COMMITTED
-        """The highest index this instance has served since its restart, from here or from the spill."""
+        """The highest shuffle index that this instance has served since its restart, from here or from the spill."""
         self.spilled = NOTHING_COMMITTED
         """The shuffle index of the last row that was spilled from here. If the spill does not have it, another instance
         came to the same state and had it committed."""
@@ -52,7 +56,7 @@ class Bucket:
 
     @property
     def first_row_index(self) -> ShuffleIndex | None:
-        """The first row that is not committed."""
+        """The shuffle index of the first row that is not committed."""
         return self._parts[0].row_index_at(self._parts[0].begin) if self._parts else None
 
     @property
@@ -94,7 +98,7 @@ class Bucket:
                 self._parts[0].entry.pointer_count += 1
 
     def first_row_index_after(self, row_index: ShuffleIndex) -> ShuffleIndex | None:
-        """Of the first uncommitted row above ``row_index``; None if there is none."""
+        """The shuffle index of the first uncommitted row above ``row_index``; None if there is none."""
         if not self._parts or self._parts[-1].last_row_index <= row_index:
             return None
         part = self._parts[bisect_right(self._parts, row_index, key=attrgetter("last_row_index"))]
@@ -110,16 +114,16 @@ class Bucket:
     ) -> Iterator[ServedBatch]:
         """The uncommitted rows after ``cursor``, in order, without copying. At least one if there is one.
 
-        A single row larger than ``max_bytes`` comes alone: a bound that no answer can keep would stop the reducer.
+        A single row larger than ``max_bytes`` comes alone: a bound that no response can keep would stop the reducer.
         """
         rows_left, bytes_left = max_rows, max_bytes
         first = bisect_right(self._parts, cursor, key=attrgetter("last_row_index"))
-        for place in range(first, len(self._parts)):
-            part = self._parts[place]
+        for number in range(first, len(self._parts)):
+            part = self._parts[number]
             assert part.batch is not None
             begin = max(part.begin, part.row_after(cursor))
-            wanted_end = part.batch.num_rows if to_row_index is None else part.row_after(to_row_index)
-            end = min(wanted_end, begin + rows_left)
+            requested_end = part.batch.num_rows if to_row_index is None else part.row_after(to_row_index)
+            end = min(requested_end, begin + rows_left)
             if end <= begin:
                 return
             rows = fit(part.batch.slice(begin, end - begin), bytes_left)
@@ -132,12 +136,12 @@ class Bucket:
             yield ServedBatch(_with_metadata_of(rows, part, begin) if with_metadata else rows, last)
             rows_left -= rows.num_rows
             bytes_left -= rows.nbytes
-            if rows_left <= 0 or bytes_left <= 0 or begin + rows.num_rows < wanted_end:
+            if rows_left <= 0 or bytes_left <= 0 or begin + rows.num_rows < requested_end:
                 return
 
 
 def _with_metadata_of(rows: pa.RecordBatch, part: EntryPart, begin: int) -> pa.RecordBatch:
-    """``rows``, which begin at the place ``begin`` of ``part``, with what is known of them."""
-    assert part.places is not None
-    indexes = part.places[begin : begin + rows.num_rows].astype(np.int64) + part.entry.shuffle_begin
+    """``rows``, which begin at row ``begin`` of the batch of ``part``, with the metadata columns behind their own."""
+    assert part.row_offsets is not None
+    indexes = part.row_offsets[begin : begin + rows.num_rows].astype(np.int64) + part.entry.shuffle_begin
     return with_metadata(rows, indexes, np.full(rows.num_rows, part.entry.ingested_us, np.int64))

@@ -1,8 +1,8 @@
 """What reducers have committed: what their requests claim, and what their rows in the store say.
 
-A claim is believed, and rows are dropped from memory because of it, if it is within what this instance has served, or
-if the store has said the same. Nothing is forgotten for good because of a claim alone: the claims that a trim relies on
-are compared with the store before. So neither a mistake nor a lie in a request can lose rows.
+A claim is accepted, and rows are freed from memory because of it, if it is within what this instance has served, or if
+the reducer's row in the store says the same. Nothing is forgotten for good because of a claim alone: the claims that a
+trim relies on are compared with the store before. So neither a mistake nor a forgery in a request can lose rows.
 
 No I/O, no threads, no clocks in here.
 """
@@ -19,19 +19,22 @@ from shuffle.messages import GetRows
 
 
 class Claims:
+    """Compares what requests call committed with what was served and with what the store says."""
+
     def __init__(self, mapper_index: MapperIndex, reducer_count: int) -> None:
         self._mapper_index = mapper_index
         self._durable = [NOTHING_COMMITTED] * reducer_count
-        """What each reducer's row in the store is known to say. It may say more by now; it never says less."""
+        """For each reducer, the last shuffle index that its row in the store is known to call committed. The row may
+        say more by now; it never says less."""
 
     def learn(self, committed: Mapping[ReducerIndex, ShuffleIndex]) -> None:
-        """What the reducers' rows in the store say, or said a moment ago: committed indexes only grow."""
+        """Take note of what the reducers' rows in the store say, or said a moment ago: committed indexes only grow."""
         for reducer_index, row_index in committed.items():
             if reducer_index < len(self._durable):
                 self._durable[reducer_index] = max(self._durable[reducer_index], row_index)
 
     def committed(self, bucket: Bucket) -> ShuffleIndex:
-        """The last row that its reducer has committed, as far as is known."""
+        """The last row that the reducer of ``bucket`` has committed, as far as is known."""
         return max(bucket.freed, self._durable[bucket.reducer_index])
 
     def believable(self, bucket: Bucket) -> ShuffleIndex:
@@ -41,8 +44,8 @@ class Claims:
     def check_request(self, request: GetRows, bucket: Bucket) -> None:
         """Raise NotServed if rows are called committed that this instance has never served.
 
-        They may have been served by another instance, or before a restart; then the reducer's row in the store knows
-        of them (``learn``), and the request can be tried again.
+        They may have been served by another instance, or before a restart; then the reducer's row in the store shows
+        that they are committed (``learn``), and the request can be tried again.
         """
         known = self.believable(bucket)
         if request.committed_row_index > known:
@@ -59,17 +62,17 @@ class Claims:
     def unconfirmed(
         self, buckets: Iterable[Bucket], spills: Mapping[ReducerIndex, Spill]
     ) -> dict[ReducerIndex, ShuffleIndex]:
-        """Per reducer the last row dropped because of a claim, where the store has not been seen to say the same."""
-        found: dict[ReducerIndex, ShuffleIndex] = {}
+        """For each reducer the last row freed because of a claim, where the store has not been seen to say the same."""
+        unconfirmed: dict[ReducerIndex, ShuffleIndex] = {}
         for bucket in buckets:
             spill = spills.get(bucket.reducer_index)
-            dropped = bucket.freed if spill is None else max(bucket.freed, spill.dropped)
-            if dropped > self._durable[bucket.reducer_index]:
-                found[bucket.reducer_index] = dropped
-        return found
+            freed = bucket.freed if spill is None else max(bucket.freed, spill.freed)
+            if freed > self._durable[bucket.reducer_index]:
+                unconfirmed[bucket.reducer_index] = freed
+        return unconfirmed
 
     def check(self, claims: Mapping[ReducerIndex, ShuffleIndex]) -> None:
-        """Raise FalseClaim if the store, which was asked after ``claims`` were made, does not say the same."""
+        """Raise FalseClaim if the store, which was read after ``claims`` were made, does not say the same."""
         for reducer_index, row_index in claims.items():
             durable = self._durable[reducer_index]
             if row_index > durable:

@@ -6,19 +6,19 @@ The life of a row in here:
    checking that the persisted state is still the one this instance knows. Only from then on can it be served.
 2. ``get_rows`` serves it, any number of times, until its reducer says that it is committed; then its memory is
    freed. What was never served cannot be committed: a request that says so is refused, unless the reducer's own row in
-   the store says it, too.
+   the store says the same.
 3. Entries at the front of the window with no uncommitted row retire; ``local`` moves past them.
 4. ``trim_plan`` says what to write in a transaction so that the persisted state follows; ``trimmed`` records it. What
-   is forgotten for good follows the store's word and not that of requests: ``check_claims`` compares the two before.
+   is forgotten for good follows what the store says and not what requests say: ``check_claims`` compares them before.
 
 Where reducers are away for long, 3 would never come for the entries they hold, so their rows of those go to the spill
 (``spilling``): ``trim_plan`` names them, and the transaction that moves the persisted state past them stores them. From
-then on ``spill_read`` says where to find them, and ``get_rows`` answers nothing until they have all been fetched.
+then on ``spill_read`` says where to find them, and ``get_rows`` returns no rows until they have all been fetched.
 
 After ``restart`` everything goes on from the persisted state: rows are read and mapped again and get the same indexes.
 Reducers may by then have committed rows that have not been mapped again yet; they are freed when they come.
 
-``entry_life`` has what becomes of the window entries meanwhile, as a table.
+``entry_life`` has the states that a window entry passes through meanwhile, as a table.
 """
 
 from __future__ import annotations
@@ -36,24 +36,26 @@ from shuffle.limits import MIB
 from shuffle.mapper.bucket import Bucket, ServedBatch
 from shuffle.mapper.claims import Claims
 from shuffle.mapper.entry_life import PERSIST, after
-from shuffle.mapper.spill.answer import SpillRead
 from shuffle.mapper.spill.format import SpillPart
 from shuffle.mapper.spill.index import Spill
-from shuffle.mapper.spill.policy import Spilling, Watched, spill_part
+from shuffle.mapper.spill.policy import ReducerView, Spilling, spill_part
+from shuffle.mapper.spill.response import SpillRead
 from shuffle.mapper.trim_plan import RetiredRange, TrimPlan
 from shuffle.mapper.window import EntryPart, MappedBatch, MappedPart, Window, WindowEntry, WindowSize
 from shuffle.messages import GetRows, Tail
 from shuffle.spec.config import SpillSpec
 
 OWN_STATES_MAX = 16
-"""How many states this instance remembers to have written. A fetch of the persisted state may have been answered before
-a trim that was recorded in the meantime; more than a few such trims do not fit into one fetch."""
+"""The number of states that this instance remembers to have written. A fetch of the persisted state may return one from
+before a trim that was recorded in the meantime; more than a few such trims do not fit into one fetch."""
 
 DEAD_LETTER_BYTES_MAX = 64 * MIB
-"""Dead letters in one trim. A transaction has a limit, so more of them take several."""
+"""The most bytes of dead letters in one trim. A transaction has a limit, so more of them take several."""
 
 
 class MapperCore:
+    """The state of one mapper instance (see the module's text). The caller serialises all calls."""
+
     def __init__(
         self,
         guid: Guid,
@@ -63,19 +65,21 @@ class MapperCore:
         spill: SpillSpec | None = None,
         processor: str = "",
     ) -> None:
-        """Without ``spill`` nothing is ever spilled; what was spilled before is served all the same."""
+        """``spill`` says when to spill. Without it nothing is spilled, but rows that were spilled before are served."""
         self.guid = guid
         self.processor = processor
         self.mapper_index = mapper_index
         self.memory_bytes_max = memory_bytes_max
         self.reserved_bytes = 0
-        """Of that limit, for others than the window: memory shared with reducers (``serve``)."""
+        """The bytes of ``memory_bytes_max`` that are not for the window, but for memory shared with reducers
+        (``shared_core.MemoryBudget``)."""
         self.schema: pa.Schema | None = None
-        """Of the mapped rows; unknown until the first batch was mapped."""
+        """The schema of the mapped rows; None until the first batch was mapped."""
         self.reducer_count = reducer_count
         self._claims = Claims(mapper_index, reducer_count)
         self.waiting = [0] * reducer_count
-        """How many requests of each reducer wait for rows at this moment; kept by whoever lets them wait."""
+        """For each reducer, the number of its requests that wait for rows at this moment. It is counted by
+        ``SharedCore``, which lets them wait."""
         self.spilling = Spilling(reducer_count, memory_bytes_max, spill)
         self.restart(None)
 
@@ -84,9 +88,9 @@ class MapperCore:
     ) -> None:
         """Drop everything and go on from ``persisted``; None is the state of a mapper that never ran.
 
-        ``committed``: what each reducer's row said then, or later. Rows before the state are gone, and a reducer
-        that does not know that it has committed them must not be served as if they had never been.
-        What is in the spill must be told by ``load_spill``; until then it counts as empty.
+        ``committed`` is what each reducer's row in the store said then, or later. Rows before the state are gone, and a
+        reducer that does not know that it has committed them must not be served as if they had never existed.
+        What is in the spill must be passed to ``load_spill``; until then the spill counts as empty.
         """
         self.persisted = persisted or MapperState()
         self._own = deque([self.persisted], maxlen=OWN_STATES_MAX)
@@ -104,7 +108,7 @@ class MapperCore:
         self.next_shuffle_index = self.persisted.shuffle_unread_row_index
         self.token = self.persisted.continuation_token
         self.front = self.persisted.front
-        """The clock behind the last row that was mapped."""
+        """The mapper's clock behind the last row that was mapped; None if it has none."""
         self.spilling.restart()
 
     # Ingestion
@@ -116,7 +120,7 @@ class MapperCore:
 
     @property
     def window_bytes_max(self) -> int:
-        """What the limit leaves to the window."""
+        """The bytes of the memory limit that are left to the window."""
         return self.memory_bytes_max - self.reserved_bytes
 
     @property
@@ -126,15 +130,16 @@ class MapperCore:
     def observe(self, state: MapperState | None) -> None:
         """Raise SplitBrain unless ``state``, just read from the store, was written by this instance.
 
-        A commit whose answer was lost may show up late, so a state that was tried counts, and is adopted. Should
-        another instance have written the very same state, nothing is lost: equal positions mean equal rows before them.
+        A commit whose response was lost may show up late, so a state that this instance tried to write counts as its
+        own, and is adopted. Should another instance have written the very same state, nothing is lost: equal positions
+        mean equal rows before them.
         """
         observed = state or MapperState()
         if observed in self._own:
             return
         if observed in self._attempts:
             self.trimmed(observed)
-            # Which attempt it was, and what it has spilled, only the store knows.
+            # Only the store can tell which attempt it was, and what it has spilled.
             self.forget_spill()
             return
         raise SplitBrain(
@@ -181,12 +186,13 @@ class MapperCore:
         return [part.reducer_index for part in parts]
 
     def _uncommitted_part(self, entry: WindowEntry, mapped: MappedPart) -> EntryPart | None:
-        """The part for these rows, without those that the reducer had committed before this instance mapped them."""
-        assert mapped.rows.num_rows == len(mapped.places)
+        """The entry part of these rows, without those that the reducer had committed before this instance mapped them;
+        None if no row is left."""
+        assert mapped.rows.num_rows == len(mapped.row_offsets)
         if mapped.rows.num_rows == 0:
             return None
         bucket = self._buckets[mapped.reducer_index]
-        part = entry.add_part(mapped.reducer_index, mapped.rows, mapped.places)
+        part = entry.add_part(mapped.reducer_index, mapped.rows, mapped.row_offsets)
         committed_rows = part.commit(bucket.committed)
         if committed_rows:
             bucket.freed = part.row_index_at(committed_rows - 1)
@@ -198,13 +204,13 @@ class MapperCore:
     # Serving
 
     def get_rows(self, request: GetRows) -> list[ServedBatch]:
-        """Answer one GetRows. The steps are those of the protocol:
+        """The rows for one GetRows. The steps are those of the protocol:
 
         1. refuse a request that was meant for another instance, or is of another generation, and one that calls rows
            committed that cannot be;
         2. free what the reducer has committed, move the pointer counts, retire entries at the front;
-        3. answer the rows after the cursor. They stay in the bucket. While there are rows after it in the spill, none:
-           ``spill_read`` says where those are.
+        3. return the rows after the cursor. They stay in the bucket. While there are rows after the cursor in the
+           spill, return none: ``spill_read`` says where those are.
         """
         # 1
         self._check_request(request)
@@ -218,7 +224,7 @@ class MapperCore:
         spill = self.spilling.spills.get(request.reducer_index)
         if spill is not None:
             spill.commit(bucket.committed)
-            bucket.freed = max(bucket.freed, spill.dropped)
+            bucket.freed = max(bucket.freed, spill.freed)
         # 3
         if self.spill_read(request) is not None:
             return []
@@ -230,16 +236,16 @@ class MapperCore:
         return served
 
     def note_served(self, reducer_index: ReducerIndex, served: Sequence[ServedBatch]) -> None:
-        """These rows are about to be sent, whether they came from the bucket or from the spill."""
+        """Record that these rows are about to be sent, whether they came from the bucket or from the spill."""
         if served:
             bucket = self._buckets[reducer_index]
             bucket.served = max(bucket.served, served[-1].last_row_index)
 
     def tail(self, request: GetRows, served: Sequence[ServedBatch]) -> Tail:
-        """Where the reducer stands after ``served``, which ``get_rows`` or the spill has just answered.
+        """Where the reducer stands after ``served``, which has just come from ``get_rows`` or from the spill.
 
-        Its next row is the next one in its bucket, and what is between belongs to others. While there may be rows of it
-        in the spill, nothing can be said of what comes after the last row served.
+        Its next row is the next one in its bucket, and the rows in between belong to other reducers. While it may have
+        rows in the spill, nothing can be promised about what comes after the last row served.
         """
         last = served[-1].last_row_index if served else request.from_row_index
         generation = self.persisted.generation
@@ -255,7 +261,7 @@ class MapperCore:
         return Tail(last, complete, front, generation)
 
     def spill_read(self, request: GetRows) -> SpillRead | None:
-        """What to read of the spill to answer ``request``; None if its rows are in the bucket."""
+        """What to read of the spill in response to ``request``; None if its rows are in the bucket."""
         spill = self.spilling.spills.get(request.reducer_index)
         if spill is None or spill.is_empty or request.from_row_index >= spill.end.last_row_index:
             return None
@@ -303,12 +309,12 @@ class MapperCore:
             raise BadInput(f"max_rows={request.max_rows} and max_bytes={request.max_bytes} leave no room for any row")
 
     def _check_servable(self, request: GetRows, bucket: Bucket) -> None:
-        """Raise RowsGone rather than leave out rows that this reducer, by what it says of itself, has not committed.
+        """Raise RowsGone rather than leave out rows that this reducer, by its own request, has not committed.
 
-        In this instance's own memory that is exact. For what was trimmed before it started, the persisted state only
-        says that every reducer has committed all of its rows below it: the reducer's last row may be far below.
-        But the end of a range that is asked for by name was one of its rows, and cannot have been trimmed before it was
-        committed.
+        For what was in this instance's own memory the check is exact. For what was trimmed before it started, the
+        persisted state only says that every reducer has committed all of its rows below it: the reducer's last row may
+        be far below. But the end of a range that is requested explicitly (``to_row_index``) was one of its rows, and
+        cannot have been trimmed before it was committed.
         """
         if not self.spilling.is_known and request.from_row_index < self.persisted.shuffle_unread_row_index - 1:
             raise StoreUnavailable(
@@ -329,7 +335,7 @@ class MapperCore:
         to = request.to_row_index
         spill = self.spilling.spills.get(request.reducer_index)
         if spill is not None and not spill.is_empty:
-            return  # It holds all there is below the restart, and knows what it does not.
+            return  # The spill holds all rows from before the restart, and reading it detects those that are missing.
         if to is not None and request.from_row_index < to < self._restart_index:
             raise RowsGone(
                 f"rows ({request.from_row_index}, {to}] of mapper {self.mapper_index} for reducer "
@@ -340,50 +346,52 @@ class MapperCore:
                 dropped_row_index=self._restart_index - 1,
             )
 
-    # What is committed: the store's word
+    # What is committed, as the store says
 
     def learn_committed(self, committed: Mapping[ReducerIndex, ShuffleIndex]) -> None:
-        """What the reducers' rows in the store say, or said a moment ago."""
+        """Take note of what the reducers' rows in the store say, or said a moment ago."""
         self._claims.learn(committed)
 
     def claims(self) -> dict[ReducerIndex, ShuffleIndex]:
-        """Per reducer the last row freed because of a claim that the store has not been seen to confirm."""
+        """For each reducer the last row freed because of a claim that the store has not been seen to confirm."""
         return self._claims.unconfirmed(self._buckets, self.spilling.spills)
 
     def check_claims(
         self, claims: Mapping[ReducerIndex, ShuffleIndex], committed: Mapping[ReducerIndex, ShuffleIndex]
     ) -> None:
-        """Raise FalseClaim if one of ``claims`` is not true by ``committed``, which was read after they were made."""
+        """Raise FalseClaim if ``committed``, which was read after ``claims`` were made, contradicts one of them."""
         self._claims.learn(committed)
         self._claims.check(claims)
 
     # Spilling
 
     def tick(self, now_ms: int) -> None:
-        """Look who is late; ``trim_plan`` decides by it. To be called every now and then."""
+        """Look which reducers are stragglers; ``trim_plan`` decides by it. It is called regularly, by the trim."""
         reducers = [
-            Watched(bucket, self._claims.committed(bucket), self.waiting[bucket.reducer_index] > 0)
+            ReducerView(bucket, self._claims.committed(bucket), self.waiting[bucket.reducer_index] > 0)
             for bucket in self._buckets
         ]
         self.spilling.tick(now_ms, reducers, self.next_shuffle_index, self.nbytes, self.window_bytes_max)
 
     @property
     def spill_is_due(self) -> bool:
+        """Whether there are entries to spill now."""
         return bool(self.spilling.front(self._window, not self.wants_input))
 
     def load_spill(self, spills: Mapping[ReducerIndex, Spill]) -> None:
-        """What the spill held at the moment when the persisted state was read."""
+        """Take over what the spill held in the read view from which the persisted state was read."""
         self.spilling.load(spills, self._buckets)
 
     def forget_spill(self) -> None:
-        """What is in the spill is not known any more: nothing is served from before the persisted state until it is."""
+        """What is in the spill is not known any more. Until it has been read again, nothing is served from before the
+        persisted state."""
         self.spilling.is_known = False
 
     # Trimming
 
     @property
     def local(self) -> MapperState:
-        """How far the persisted state could be by now."""
+        """The state that could be persisted by now: the one behind the last entry that has retired."""
         return self._retired[-1].state if self._retired else self.persisted
 
     def _state_after(self, entry: WindowEntry) -> MapperState:
@@ -394,16 +402,16 @@ class MapperCore:
         for entry in self._window.retire_front():
             state = self._state_after(entry)
             if entry.dead_letters is None:
-                # Such entries need no place of their own, so this queue stays short. But dead letters keep the state
-                # they belong to: a plan that ends there may be on its way.
+                # Ranges without dead letters are merged into one, so this queue stays short. Dead letters keep the
+                # state they belong to: a plan that ends there may be on its way.
                 if self._retired and not self._retired[-1].dead_letters:
                     self._retired[-1].state = state
                 else:
                     self._retired.append(RetiredRange(state))
             else:
-                letter_bytes = int(entry.dead_letters.get_total_buffer_size())
-                self._retired.append(RetiredRange(state, [entry.dead_letters], letter_bytes))
-                self._dead_letter_bytes += letter_bytes
+                dead_letter_bytes = int(entry.dead_letters.get_total_buffer_size())
+                self._retired.append(RetiredRange(state, [entry.dead_letters], dead_letter_bytes))
+                self._dead_letter_bytes += dead_letter_bytes
 
     def trim_plan(self) -> TrimPlan | None:
         """What to commit next, or None if the persisted state cannot be advanced.
@@ -411,36 +419,36 @@ class MapperCore:
         It relies on what requests have called committed up to now. Before it is committed, ``check_claims`` must have
         compared ``claims`` with what the store says; what requests say after this does not matter to it.
         """
-        letters: list[pa.Table] = []
-        letter_bytes = 0
+        dead_letters: list[pa.Table] = []
+        dead_letter_bytes = 0
         state = self.persisted
         spill: dict[ReducerIndex, list[SpillPart]] = {}
         for retired in self._retired:
-            letter_bytes += retired.dead_letter_bytes
-            if letters and letter_bytes > DEAD_LETTER_BYTES_MAX:
+            dead_letter_bytes += retired.dead_letter_bytes
+            if dead_letters and dead_letter_bytes > DEAD_LETTER_BYTES_MAX:
                 break
-            letters.extend(retired.dead_letters)
+            dead_letters.extend(retired.dead_letters)
             state = retired.state
         else:
             for entry in self.spilling.front(self._window, not self.wants_input):
-                letter_bytes += entry.overhead_bytes
-                if letters and letter_bytes > DEAD_LETTER_BYTES_MAX:
+                dead_letter_bytes += entry.overhead_bytes
+                if dead_letters and dead_letter_bytes > DEAD_LETTER_BYTES_MAX:
                     break
-                letters.extend([] if entry.dead_letters is None else [entry.dead_letters])
+                dead_letters.extend([] if entry.dead_letters is None else [entry.dead_letters])
                 for reducer_index, part in entry.parts.items():
                     spill.setdefault(reducer_index, []).append(spill_part(part))
                 state = self._state_after(entry)
         if not self.persisted.is_before(state):
             return None
-        # From here on the plan may be committed without this instance ever hearing of it.
+        # From here on the plan may be committed without this instance ever getting the response.
         if state not in self._attempts:
             self._attempts.append(state)
         freed = {reducer_index: self._buckets[reducer_index].freed for reducer_index in spill}
-        table = pa.concat_tables(letters) if letters else None
+        table = pa.concat_tables(dead_letters) if dead_letters else None
         return TrimPlan(self.persisted, state, table, spill, self.claims(), freed)
 
     def trimmed(self, state: MapperState) -> None:
-        """``state`` is now the persisted one. What the window still holds before it is in the spill."""
+        """``state`` is the persisted one now. The rows before it that the window still held are in the spill."""
         assert self.persisted.is_before(state)
         self.persisted = state
         self._own.append(state)
@@ -455,10 +463,10 @@ class MapperCore:
             self._attempts.popleft()
 
     def spilled(self, ends: Mapping[ReducerIndex, SpillEnd]) -> None:
-        """The plan that was just recorded by ``trimmed`` has spilled rows, which end there."""
+        """The plan that was just recorded by ``trimmed`` has spilled rows, and the spills end at ``ends`` now."""
         self.spilling.record(ends)
 
-    # Seeing
+    # Status
 
     @property
     def is_drained(self) -> bool:

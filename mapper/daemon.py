@@ -1,8 +1,9 @@
 """A mapper process: signals, the client of the store, the server and the metrics, for one mapper instance or several.
 
-Threads: the one that calls ``run`` waits to be told to stop; Flight's own serve; one serves metrics; each instance has
-its own (``instance``). None of them dies alone (``shuffle.support.vital_threads``): the process stops, and ``run`` says
-why. Everything is closed in the opposite order of its beginning, so that the last trim still finds a store.
+Threads: the one that calls ``run`` waits for the stop; Flight's own threads serve requests; one serves metrics; each
+instance has its own (``instance``). When one of them dies, the process stops, and ``run`` reports why
+(``shuffle.support.vital_threads``). Everything is closed in the opposite order of its start, so that the last trim can
+still use the store.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shuffle.errors import ShuffleError, SpecError, TableExists
 from shuffle.ids import MapperIndex, new_guid
 from shuffle.mapper.ingest import store_backoff
 from shuffle.mapper.instance import MapperInstance
-from shuffle.mapper.mapping import Mapping
+from shuffle.mapper.mapping import MapStage
 from shuffle.mapper.readers.opening import open_reader
 from shuffle.mapper.serve import MapperServer
 from shuffle.metrics import MapperMetrics, serve_metrics
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from shuffle.statestore import StateClient
 
 CLOSE_S = 3.0
-"""How long calls that run, and threads that were told to end, may take for it."""
+"""The seconds within which calls that are being served, and threads that are to stop, must have ended."""
 
 _log = get_logger(__name__)
 
@@ -78,22 +79,22 @@ def run(
 
 @contextmanager
 def _signals(stop: threading.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT ask for a clean end. Only the main thread may say so, and tests run others."""
+    """SIGTERM and SIGINT ask for a clean end. Only the main thread may install handlers; tests run in other threads."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, before in asked.items():
+        for number, before in previous.items():
             signal.signal(number, before)
 
 
 def _open_state(spec: ProcessorSpec, stop: threading.Event) -> StateClient | None:
-    """A client whose store answers; None if ``stop`` came first."""
+    """A client whose store responds; None if ``stop`` came first."""
 
-    def answering() -> StateClient:
+    def connect() -> StateClient:
         client = spec.open_state()
         try:
             client.tables()
@@ -102,17 +103,17 @@ def _open_state(spec: ProcessorSpec, stop: threading.Event) -> StateClient | Non
             raise
         return client
 
-    client: StateClient | None = _patiently(stop, answering, state=spec.state)
+    client: StateClient | None = _patiently(stop, connect, state=spec.state)
     return client
 
 
 def _patiently(stop: threading.Event, what: Callable[[], Any], **fields: str) -> Any:
-    """``what()``, again and again while the store is away; None if ``stop`` came first."""
+    """Call ``what`` again and again while the store is away, and return its result; None if ``stop`` came first."""
 
-    def say(error: ShuffleError, wait_s: float) -> None:
+    def log_wait(error: ShuffleError, wait_s: float) -> None:
         _log.warning("waiting for the state store", error=error, **fields)
 
-    return patiently(what, store_backoff(), stop, say)
+    return patiently(what, store_backoff(), stop, log_wait)
 
 
 def _run(
@@ -147,8 +148,8 @@ def _dead_letter_queue(spec: ProcessorSpec, client: StateClient) -> str:
 class MapperProcess:
     """Hosts the mapper instances ``indexes``: one server, one metrics endpoint and one memory limit for all of them.
 
-    What keeps one of the instances from going on ends the process, with an error that names the instance. Whoever
-    started the process starts it again; all that is durable is in the store.
+    An error after which one of the instances cannot go on ends the process, and names the instance. Whoever started
+    the process starts it again; all that is durable is in the store.
     """
 
     def __init__(
@@ -166,13 +167,13 @@ class MapperProcess:
         self._memory_bytes_max = memory_share(spec, len(indexes))
         self._metrics_port = spec.metrics_port("mapper", indexes[0])
         self._metrics: MapperMetrics | None = None
-        """Of the first instance; those of the others are served beside them."""
+        """The metrics of the first instance. Those of the others are in the same registry."""
         self._stop = stop
         self._failure: ShuffleError | None = None
         self._instances: list[MapperInstance] = []
 
     def run(self, listen: str, dead_letter_queue: str, on_ready: Callable[[str], None]) -> None:
-        """Until ``stop`` is set. Raises the error of the instance that could not go on, if there is one."""
+        """Serve until ``stop`` is set. Raises the error of the instance that could not go on, if there is one."""
         with ExitStack() as closing:
             for index in self._indexes:
                 if not self._add(index, dead_letter_queue, closing):
@@ -183,8 +184,8 @@ class MapperProcess:
             attributes = {"address": address}
             if self._metrics_port is not None:
                 assert self._metrics is not None
-                server_of_metrics = serve_metrics(self._metrics.registry, self._fail, port=self._metrics_port)
-                attributes["metrics"] = closing.enter_context(server_of_metrics).address
+                metrics_server = serve_metrics(self._metrics.registry, self._fail, port=self._metrics_port)
+                attributes["metrics"] = closing.enter_context(metrics_server).address
             closing.callback(_join, [instance.start_trimming() for instance in self._instances])
             for instance in self._instances:
                 closing.callback(instance.stop_trimming)
@@ -199,7 +200,7 @@ class MapperProcess:
             raise self._failure
 
     def _add(self, index: MapperIndex, dead_letter_queue: str, closing: ExitStack) -> bool:
-        """Make instance ``index``; False if the process was told to stop meanwhile."""
+        """Create instance ``index``; False if ``stop`` was set meanwhile."""
         spec, client = self._spec, self._client
         with stamped(index):
             try:
@@ -225,7 +226,7 @@ class MapperProcess:
                 client,
                 worker,
                 reader,
-                Mapping(user, worker, spec.mapper.on_error),
+                MapStage(user, worker, spec.mapper.on_error),
                 dead_letter_queue,
                 self._memory_bytes_max,
                 metrics,
@@ -236,19 +237,19 @@ class MapperProcess:
         return True
 
     def _fail(self, error: ShuffleError) -> None:
-        """The process cannot go on, and ``run`` is to end with ``error``. Called by any thread."""
+        """The process cannot go on, and ``run`` is to end with ``error``. Any thread may call it."""
         self._failure = self._failure or error
         self._stop.set()
 
     def _named(self, index: MapperIndex, error: ShuffleError) -> ShuffleError:
-        """``error``, with the instance that it is about, if there are several and it does not say so itself."""
+        """``error``, with the instance that it is about if there are several and its message does not name it."""
         if len(self._indexes) == 1 or f"mapper {index}" in error.message:
             return error
         return type(error)(f"mapper {index}: {error.message}", **error.fields)
 
 
 def memory_share(spec: ProcessorSpec, instances: int) -> int:
-    """What each of so many instances in one process has of the process's memory limit."""
+    """The bytes of the process's memory limit that each of its ``instances`` gets."""
     share_bytes = spec.mapper.memory_bytes // instances
     if instances > 1 and share_bytes < spec.mapper.batch_bytes_max:
         raise SpecError(
@@ -260,7 +261,7 @@ def memory_share(spec: ProcessorSpec, instances: int) -> int:
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
-    """All of them were told to end, and have ``CLOSE_S`` for it together."""
+    """Wait for threads that are to stop; they have ``CLOSE_S`` for it together."""
     deadline_s = time.monotonic() + CLOSE_S
     for thread in threads:
         thread.join(timeout=max(0.0, deadline_s - time.monotonic()))

@@ -32,19 +32,19 @@ class Life(Enum):
     """The states of a window entry."""
 
     HELD = "held"
-    """In the window, with rows that no response has had since this instance mapped them."""
+    """The entry is in the window with rows, and no response has had any of them since this instance mapped them."""
     SERVED = "served"
-    """In the window, with rows of which some were in a response, and are not all committed."""
+    """The entry is in the window with rows that are not all committed, and some of them were in a response."""
     COMMITTED = "committed"
-    """In the window, without rows: all are committed. It waits for the entries before it."""
+    """The entry is in the window without rows, since all are committed. It waits for the entries before it."""
     SPILLED = "spilled"
-    """In the window, without rows: those that were not committed are in the spill."""
+    """The entry is in the window without rows; those that were not committed are in the spill."""
     RETIRED = "retired"
-    """It has left the window, and waits for the transaction that moves the persisted state behind it."""
+    """The entry has left the window, and waits for the transaction that moves the persisted state behind it."""
     PERSISTED = "persisted"
-    """The persisted state is behind it."""
+    """The persisted state is behind the entry."""
 
-    __hash__ = object.__hash__  # That of ``Enum`` is a function in Python, which is called for each lookup below.
+    __hash__ = object.__hash__  # The one of ``Enum`` is a Python function, which would be called for each lookup below.
 
 
 TRANSITIONS: Final[dict[tuple[Life, str], Life]] = {
@@ -61,7 +61,7 @@ TRANSITIONS: Final[dict[tuple[Life, str], Life]] = {
 
 
 def after(life: Life, event: str) -> Life:
-    """The state that follows upon ``event``. What the table does not have must not happen."""
+    """The state that follows upon ``event``. An event that the table does not allow is a bug, and asserted against."""
     following = TRANSITIONS.get((life, event))
     assert following is not None, f"a window entry that is {life.value} cannot {event}"
     return following

@@ -24,7 +24,7 @@ from shuffle.errors import (
     UserCodeError,
 )
 from shuffle.ids import InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
-from shuffle.mapper.mapping import Mapping
+from shuffle.mapper.mapping import MapStage
 from shuffle.mapper.reader import PartitionReader
 from shuffle.mapper.shared_core import SharedCore
 from shuffle.mapper.spill.store import SpillStore
@@ -38,23 +38,27 @@ if TYPE_CHECKING:
     from shuffle.statestore import StateClient
 
 ROOM_WAIT_S = 1.0
-"""A full mapper looks this often whether it still is the only instance."""
+"""The seconds after which a mapper whose window is full checks again that it is the only instance."""
 
-FULL_WAIT_S = 0.004
-"""A mapper that has been full for so long gives freed memory back. Not sooner: every page that is given back has to be
-made again, and a mapper that goes on at once would pay for that with each batch."""
+GIVE_BACK_WAIT_S = 0.004
+"""The seconds for which the window must have been full before freed memory is given back to the system. Every page that
+is given back has to be faulted in again, and a mapper that goes on at once would pay for that with each batch."""
 
 PIN_ATTEMPTS_MAX = 10
-"""Of writing the first state. Only other instances that start at the same moment can make one fail."""
+"""The number of attempts at writing the first state. Only other instances that start at the same time can make one
+fail."""
 
 BACKOFF_MS = 50
 BACKOFF_MS_MAX = 2_000
-"""Between tries while the store cannot be used: soon enough for a restart of it to go unnoticed."""
+"""The shortest and the longest wait, in milliseconds, between attempts while the store cannot be used. They are short
+enough for a restart of the store to go unnoticed."""
 
 _log = get_logger(__name__)
 
 
 class Ingestion:
+    """Reads, maps and pushes the batches of one mapper instance (see the module's text)."""
+
     def __init__(
         self,
         client: StateClient,
@@ -62,7 +66,7 @@ class Ingestion:
         index: MapperIndex,
         shared: SharedCore,
         reader: PartitionReader,
-        mapping: Mapping,
+        map_stage: MapStage,
         metrics: MapperMetrics,
         spill: SpillStore,
     ) -> None:
@@ -73,29 +77,29 @@ class Ingestion:
         self._shared = shared
         self._core = shared.core
         self._reader = reader
-        self._mapping = mapping
+        self._map_stage = map_stage
         self._metrics = metrics
         self._persisted = PersistedState(client, spec.processor, index)
         self._poisoned: UserCodeError | None = None
         self._keeps_freed = False
-        """Whether what was freed since the last batch may not have been given back yet."""
+        """Whether the allocator may still keep memory that was freed since the last batch."""
         self.trim_mutex = threading.Lock()
-        self.twin_seen = threading.Event()
-        """Set by the trim when it finds another instance's state."""
+        self.other_instance_seen = threading.Event()
+        """Set by the trim when it finds that another instance has written the persisted state."""
         self.false_claim_seen = threading.Event()
-        """Set by the trim when rows were dropped that are not committed: they must be read and served again."""
+        """Set by the trim when rows were freed that are not committed: they must be read and served again."""
 
     def restart(self) -> None:
         """Drop everything and go on from the persisted state, which is written first if there is none."""
         with self.trim_mutex:
             pinned = self._pinned_state()
-            # Both at one moment: what is before the state and not committed is in the spill.
-            found, spills = self._spill.load()
-            state = found or pinned
+            # Both come from one read view: what is before that state and not committed is in that spill.
+            persisted, spills = self._spill.load()
+            state = persisted or pinned
             committed = self._committed()
             self._shared.restart(state, committed, spills)
             self._poisoned = None
-            self.twin_seen.clear()
+            self.other_instance_seen.clear()
             self.false_claim_seen.clear()
         _log.info(
             "reading from",
@@ -104,7 +108,7 @@ class Ingestion:
         )
 
     def _pinned_state(self) -> MapperState:
-        """The persisted state. Without one, the place where the input begins now becomes the numbering's origin."""
+        """The persisted state. Without one, the position where the input begins now becomes the numbering's origin."""
         for _ in range(PIN_ATTEMPTS_MAX):
             state = self._fetch()
             if state is not None:
@@ -121,7 +125,7 @@ class Ingestion:
         raise SplitBrain(f"mapper {self._index}: its first state could not be written {PIN_ATTEMPTS_MAX} times")
 
     def _committed(self) -> dict[ReducerIndex, ShuffleIndex]:
-        """What each reducer has committed of this mapper's rows."""
+        """For each reducer, the last of this mapper's rows that it has committed."""
         return lookup_committed(self._client, self._spec.processor, self._index, self._spec.reducer.count)
 
     def _fetch(self) -> MapperState | None:
@@ -134,7 +138,7 @@ class Ingestion:
             self._core.observe(state)
 
     def step(self) -> None:
-        """One batch:
+        """Ingest one batch:
 
         1. wait for room in the window;
         2. read the next rows;
@@ -142,10 +146,10 @@ class Ingestion:
         4. if that is not the state this instance knows, another one is alive: nothing of the batch is exposed;
         5. push the entry.
         """
-        if self.twin_seen.is_set():
+        if self.other_instance_seen.is_set():
             raise SplitBrain(f"mapper {self._index}: the trim found the state of another instance")
         if self.false_claim_seen.is_set():
-            raise FalseClaim(f"mapper {self._index}: the trim found rows dropped that are not committed")
+            raise FalseClaim(f"mapper {self._index}: the trim found rows freed that are not committed")
         # 1
         if not self._wait_for_room():
             self.observe()
@@ -166,7 +170,7 @@ class Ingestion:
         # 3
         began_s = time.perf_counter()
         try:
-            mapped = self._mapping.apply(rows, begin)
+            mapped = self._map_stage.apply(rows, begin)
         except UserCodeError as error:
             self._stop_before(error, begin)
             return
@@ -184,14 +188,15 @@ class Ingestion:
         self._metrics.shuffle_bytes.inc(sum(part.rows.nbytes for part in mapped.parts))
 
     def _wait_for_room(self) -> bool:
-        """Whether there is room in the window, soon. The allocator keeps what was freed for the next batch: while there
-        is none, and at the limit, that memory counts."""
-        if self._shared.wait_for_room(FULL_WAIT_S):
+        """Whether the window has room, after waiting for it for a while. The allocator keeps freed memory for the next
+        batch; while no batch can come and the window is at its limit, that memory is given back."""
+        if self._shared.wait_for_room(GIVE_BACK_WAIT_S):
             return True
         self._give_back()
         return self._shared.wait_for_room(ROOM_WAIT_S)
 
     def _give_back(self) -> None:
+        """Return freed memory to the system."""
         pa.default_memory_pool().release_unused()
         self._keeps_freed = False
 
@@ -205,19 +210,21 @@ class Ingestion:
         try:
             return self._reader.read(begin, end, self._core.token)
         except OutOfRange:
-            # Someone trimmed what is not processed. If another instance did, having processed it, all is well.
+            # Somebody trimmed rows that this instance has not read. If another instance of this mapper has processed
+            # and trimmed them, the persisted state shows it (SplitBrain), and nothing is lost.
             self.observe()
             raise
 
     def _stop_before(self, error: UserCodeError, begin: InputIndex) -> None:
-        """Rows before the bad one are still processed: read again, up to it. Then, or if that is no use, stop."""
+        """Arrange that the rows before the bad one are read again, up to it, and processed. Raise ``error`` if the bad
+        row is the first one or is not known, or if this was done before."""
         bad = error.fields.get("input_begin_row_index")
         if bad is None or bad <= begin or self._poisoned is not None:
             raise error
         self._poisoned = error
 
     def run(self, stop: threading.Event) -> None:
-        """Ingests until ``stop`` is set. Raises what does not pass by itself."""
+        """Ingest until ``stop`` is set. Raises errors that do not pass by themselves."""
         delay_s = self._spec.mapper.split_brain_delay_ms / 1000
         backoff = store_backoff()
         fresh = True

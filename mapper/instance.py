@@ -2,10 +2,10 @@
 
 Its core and window, the ingestion, the trim, the reader, the user's mapper and the lease are its own. The process that
 hosts it (``daemon``), alone or beside others, has the rest: signals, the client of the store, the server, the endpoint
-of the metrics, and the memory that the instances share out.
+of the metrics, and the memory limit, of which each instance gets a share.
 
-Threads: one ingests, one trims, one keeps the lease. None of them dies alone: whatever ends one of them is told to the
-process, by ``fail``.
+Threads: one ingests, one trims, one keeps the lease. An error that ends one of them is passed to the process, by
+``fail``, which ends them all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shuffle.errors import FalseClaim, ShuffleError, SplitBrain, UserCodeError
 from shuffle.ids import MapperIndex, ReducerIndex
 from shuffle.mapper.core import MapperCore
 from shuffle.mapper.ingest import Ingestion
-from shuffle.mapper.mapping import Mapping as MapStage
+from shuffle.mapper.mapping import MapStage
 from shuffle.mapper.reader import PartitionReader
 from shuffle.mapper.serve import HostedMapper
 from shuffle.mapper.shared_core import SharedCore
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from shuffle.statestore import StateClient
 
 DRAIN_S = 10.0
-"""After a row that stops the mapper: how long what was mapped before it is still served."""
+"""The seconds for which rows that were mapped before a bad one are still served, after the bad one has stopped the
+mapper."""
 
 _log = get_logger(__name__)
 
@@ -57,15 +58,15 @@ class MapperInstance:
         client: StateClient,
         worker: WorkerSpec,
         reader: PartitionReader,
-        mapping: MapStage,
+        map_stage: MapStage,
         dead_letter_queue: str,
         memory_bytes_max: int,
         metrics: MapperMetrics,
         fail: Callable[[ShuffleError], None],
         is_alone: bool = True,
     ) -> None:
-        """``fail`` is called, by any thread, with the error that keeps this instance from going on. ``is_alone``:
-        whether its process hosts no other."""
+        """``fail`` is called, by any thread, with the error after which this instance cannot go on. ``is_alone`` says
+        that its process hosts no other instance."""
         index = MapperIndex(worker.index)
         self.index = index
         self._spec = spec
@@ -93,7 +94,7 @@ class MapperInstance:
         self._trimmer.on_conflict = metrics.conflicts.inc
         self._trimmer.on_dead_letters = metrics.dead_letters.inc
         self._trimmer.on_spilled = self._spilled
-        self._ingestion = Ingestion(client, spec, index, self._shared, reader, mapping, metrics, spill)
+        self._ingestion = Ingestion(client, spec, index, self._shared, reader, map_stage, metrics, spill)
         self._stop_trim = threading.Event()
         self._lag_rows: int | None = None
         self._measured_s = 0.0
@@ -103,7 +104,7 @@ class MapperInstance:
         return HostedMapper.of(self._shared, self._status, self._served)
 
     def interrupt(self) -> None:
-        """A reader that waits, and an ingestion that waits for room, hear at once that they are to stop."""
+        """Wake a reader that waits for rows, and an ingestion that waits for room, so that they stop at once."""
         self._reader.interrupt()
         self._shared.close()
 
@@ -142,10 +143,10 @@ class MapperInstance:
             self._fail(error)
 
     def _drain(self, stop: threading.Event) -> None:
-        """What was mapped before the bad row can still be fetched and committed, also what was spilled.
+        """Wait until the rows that were mapped before the bad one, also the spilled ones, are fetched and committed.
 
-        Other instances of this process get on until the time is up: they end with this one, and the process that is
-        started next will soon come to the same row.
+        If the process hosts other instances, always wait for the whole time, in which they can go on: they end with
+        this one, and the process that is started next will soon come to the same row.
         """
         deadline_s = time.monotonic() + DRAIN_S
         while time.monotonic() < deadline_s and not stop.wait(0.05):
@@ -160,7 +161,7 @@ class MapperInstance:
             return start_vital(self._trim_regularly, "trim", self._fail)
 
     def stop_trimming(self) -> None:
-        """Trim once more, and end; waits for nothing."""
+        """Make the trim end after one more round. Returns at once."""
         self._stop_trim.set()
 
     def _trim_regularly(self) -> None:
@@ -177,7 +178,7 @@ class MapperInstance:
                 self._measure()
             except SplitBrain as error:
                 _log.info("trim found another instance's state", reason=error.message)
-                self._ingestion.twin_seen.set()
+                self._ingestion.other_instance_seen.set()
             except FalseClaim as error:
                 self._false_claim(error)
             except Exception as error:
@@ -192,18 +193,19 @@ class MapperInstance:
                 return
 
     def _false_claim(self, error: FalseClaim) -> None:
-        """Once: until the ingestion has started again, every trim finds the same."""
+        """Report a false claim once: until the ingestion has started again, every trim finds the same one."""
         if not self._ingestion.false_claim_seen.is_set():
             _log.error("rows were called committed that are not", error=error, **error.fields)
             self._metrics.false_claims.inc()
             self._ingestion.false_claim_seen.set()
 
-    # Seeing
+    # Status and metrics
 
     def _measure(self) -> None:
+        """Set the gauges, at most once in a trim period."""
         now_s = time.monotonic()
         if now_s - self._measured_s < self._spec.mapper.trim_period_ms / 1000:
-            return  # The trim may run more often than that while it spills.
+            return  # The trim runs more often than that while it spills.
         self._measured_s = now_s
         with self._shared.lock:
             token, nbytes, rows = self._core.token, self._core.nbytes, self._core.window_size.rows

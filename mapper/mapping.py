@@ -1,8 +1,9 @@
-"""The user's map: called, checked, and its result cut into one Arrow batch per reducer.
+"""The map stage: calls the user's map, checks its result, and cuts it into one Arrow batch per reducer.
 
-A row that makes ``map`` raise is found by bisecting the batch. With ``on_error: stop`` it stops the mapper with its
-position; with ``on_error: dead_letter`` it is set aside and the result is that of the batch without it. Since ``map``
-is deterministic row by row, the same rows are found when the input is mapped again, whatever the batches then are.
+A row that makes ``map`` raise is found by bisecting the batch. With ``on_error: stop`` the mapper stops, and the error
+names the row's position; with ``on_error: dead_letter`` the row becomes a dead letter, and the result is that of the
+batch without it. Since ``map`` is deterministic row by row, the same rows are found when the input is mapped again,
+whatever the batches then are.
 """
 
 from __future__ import annotations
@@ -22,44 +23,45 @@ from shuffle.spec.config import OnError
 from shuffle.user_code.poison import dead_letters, is_transient, locate_poison, place_of, reason_of, split_rows
 
 SLACK_BYTES = 64 * 1024
-"""A part may refer to this much more memory than it shows (or to twice what it shows) before it is copied."""
+"""The bytes by which the buffers of a part may exceed its rows before the rows are copied. Buffers of up to twice the
+size of the rows are kept, too."""
 
 
 @dataclass(slots=True)
-class Mapping:
-    """``Mapper.map`` with everything that is done around it."""
+class MapStage:
+    """Calls ``Mapper.map``, with everything that is done around it."""
 
     mapper: Mapper
     spec: WorkerSpec
     on_error: OnError = "stop"
     schema: pa.Schema | None = None
-    """Of the rows that ``map`` returns, fixed by the first batch."""
+    """The schema of the rows that ``map`` returns. The first batch fixes it; before that it is None."""
 
     def apply(self, rows: pa.Table, input_begin: InputIndex) -> MappedBatch:
         """Map ``rows``, whose first has ``input_begin`` in the input numbering."""
-        letters: pa.Table | None = None
+        refused: pa.Table | None = None
         try:
             result = self._call(rows)
         except Exception as error:
             if is_transient(error):
                 raise
-            result, letters = self._without_poison(rows, input_begin, error)
-        # What is wrong from here on is wrong whatever the rows are, so no row is blamed for it.
+            result, refused = self._without_poison(rows, input_begin, error)
+        # A mistake that is found from here on does not depend on the rows, so no row is made a dead letter for it.
         if not isinstance(result, PartitionedRowset):
             raise UserCodeError(
                 f"{self._who}: {self._class}.map must return a PartitionedRowset, not {type(result).__name__}"
             )
         indexes = result.partition_indexes
-        # What ``map`` returned is often in many pieces. Once they are one, they need not be held while that is cut.
+        # What ``map`` returned is often in many chunks. Once they are combined, they need not be held any longer.
         mapped = self._check_schema(plain(result.rows)).combine_chunks()
         del result
         if self.schema is None:
             self.schema = mapped.schema
         parts = cut(mapped, indexes, self.spec.reducer_count)
-        return MappedBatch(self.schema, mapped.num_rows, parts, letters)
+        return MappedBatch(self.schema, mapped.num_rows, parts, refused)
 
     def _call(self, rows: pa.Table) -> PartitionedRowset:
-        """The user's code, and what a single row of its result can have wrong."""
+        """Call the user's code, and check what a single row of its result can have wrong."""
         result = self.mapper.map(rows)
         if isinstance(result, PartitionedRowset):
             check_partition_indexes(result.partition_indexes, self.spec.reducer_count, f"{self._class}.map")
@@ -89,42 +91,42 @@ class Mapping:
             self._call(part)
 
         try:
-            found = locate_poison(rows, attempt)
+            poison_rows = locate_poison(rows, attempt)
         except UserCodeError as broken:
-            raise self._stopped(broken.message, input_begin, rows.num_rows, error) from error
-        if not found:
-            raise self._stopped(
+            raise self._error(broken.message, input_begin, rows.num_rows, error) from error
+        if not poison_rows:
+            raise self._error(
                 f"the batch failed once and then did not ({reason_of(error)}): map is not deterministic",
                 input_begin,
                 rows.num_rows,
                 error,
             ) from error
-        positions = [input_begin + poison.row for poison in found]
+        positions = [input_begin + poison.row for poison in poison_rows]
         if self.on_error == "stop":
-            raise self._stopped(found[0].reason, InputIndex(positions[0]), 1, error) from error
-        good, bad = split_rows(rows, [poison.row for poison in found])
-        letters = dead_letters(
+            raise self._error(poison_rows[0].reason, InputIndex(positions[0]), 1, error) from error
+        good, bad = split_rows(rows, [poison.row for poison in poison_rows])
+        refused = dead_letters(
             processor=self.spec.processor,
             role="mapper",
             worker=self.spec.index,
-            mappers=[self.spec.index] * len(found),
+            mappers=[self.spec.index] * len(poison_rows),
             positions=positions,
-            reasons=[poison.reason for poison in found],
+            reasons=[poison.reason for poison in poison_rows],
             rows=bad,
         )
         try:
-            return self._call(good), letters
+            return self._call(good), refused
         except Exception as again:
             if is_transient(again):
                 raise
-            raise self._stopped(
-                f"the batch fails even without the {len(found)} rows that fail alone: {reason_of(again)}",
+            raise self._error(
+                f"the batch fails even without the {len(poison_rows)} rows that fail alone: {reason_of(again)}",
                 input_begin,
                 rows.num_rows,
                 again,
             ) from again
 
-    def _stopped(self, what: str, begin: InputIndex, rows: int, error: Exception) -> UserCodeError:
+    def _error(self, what: str, begin: InputIndex, rows: int, error: Exception) -> UserCodeError:
         where = f"input row {begin}" if rows == 1 else f"input rows {begin} to {begin + rows - 1}"
         return UserCodeError(
             f"{self._who}: {self._class}.map failed at {where}: {what}{place_of(error)}. "
@@ -150,14 +152,16 @@ class Mapping:
 def cut(mapped: pa.Table, partition_indexes: np.ndarray[Any, Any], reducer_count: int) -> list[MappedPart]:
     """One Arrow batch for each reducer that has rows, each with memory of its own."""
     parts = []
-    for reducer, (rows, places) in enumerate(split_by_partition(mapped, partition_indexes, reducer_count)):
+    for reducer, (rows, row_offsets) in enumerate(split_by_partition(mapped, partition_indexes, reducer_count)):
         if rows is not None and rows.num_rows:
-            parts.append(MappedPart(ReducerIndex(reducer), own(rows), np.ascontiguousarray(places, dtype=np.uint32)))
+            parts.append(
+                MappedPart(ReducerIndex(reducer), own(rows), np.ascontiguousarray(row_offsets, dtype=np.uint32))
+            )
     return parts
 
 
 def own(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """``rows`` in memory that nobody else holds much of.
+    """``rows`` in buffers that hold little else.
 
     A slice of a larger batch would keep all of it alive: the part of one slow reducer would hold everybody's rows.
     """
@@ -167,14 +171,15 @@ def own(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def plain(rows: pa.Table) -> pa.Table:
-    """Without dictionaries: each batch would bring its own, and neither the wire nor the reducer gains from them."""
-    for place, field in enumerate(rows.schema):
+    """``rows`` with dictionary columns decoded: each batch would have a dictionary of its own, and neither the wire nor
+    the reducer gains from them."""
+    for column, field in enumerate(rows.schema):
         if pa.types.is_dictionary(field.type):
-            decoded = rows.column(place).cast(field.type.value_type)
-            rows = rows.set_column(place, field.with_type(field.type.value_type), decoded)
+            decoded = rows.column(column).cast(field.type.value_type)
+            rows = rows.set_column(column, field.with_type(field.type.value_type), decoded)
     return rows
 
 
 def _type_of(schema: pa.Schema, name: str) -> str:
-    place = schema.get_field_index(name)
-    return str(schema.field(place).type) if place >= 0 else "missing"
+    column = schema.get_field_index(name)
+    return str(schema.field(column).type) if column >= 0 else "missing"

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 BATCH_BYTES_MAX_DEFAULT = 16 * MIB
 
 GAPS_MAX = 1_000
-"""Reads in a row that may find only a gap, before the end of a partition is looked for another time."""
+"""The number of reads in a row that may return only a gap before the search for the end of a partition is given up, to
+be made again later."""
 
 START = Token(b"")
 """The token of a mapper that never ran: the beginning of what the partition holds."""
@@ -37,9 +38,9 @@ class PartitionReader(ABC):
     """One partition of the input. Rows must come in the same order, with the same content, whenever they are read."""
 
     wait_ms: int = 0
-    """How many milliseconds ``read`` may wait for rows when there are none. It is set from the spec."""
+    """The milliseconds for which ``read`` may wait for rows when there are none. They are set from the spec."""
     batch_bytes_max: int = BATCH_BYTES_MAX_DEFAULT
-    """How many bytes ``read`` should return at most; a single row may have more. It is set from the spec."""
+    """The most bytes that ``read`` should return; a single row may have more. They are set from the spec."""
 
     @property
     @abstractmethod
@@ -50,9 +51,9 @@ class PartitionReader(ABC):
     def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
         """The next rows after ``token``, and the token after them.
 
-        They get the indexes from ``begin_row_index`` on in the mapper's input numbering; ``end_row_index`` bounds how
-        many are wanted. No rows is an answer too, given after ``wait_ms`` at the latest; its token may have moved over
-        a gap.
+        They get the indexes from ``begin_row_index`` on, and below ``end_row_index``, in the mapper's input numbering:
+        the difference is the most rows that may be returned. If there are no rows, an empty table is returned after
+        ``wait_ms`` at the latest; the token may have moved over a gap.
         """
 
     @abstractmethod
@@ -71,18 +72,18 @@ class PartitionReader(ABC):
         return START
 
     def lag_rows(self, token: Token) -> int | None:
-        """How many rows there are after ``token``, if that is cheap to know."""
+        """The number of rows after ``token``, if that is cheap to know; otherwise None."""
         return None
 
     def interrupt(self) -> None:  # noqa: B027 (most readers have nothing to do)
-        """Make a ``read`` that waits return soon. Called from another thread."""
+        """Make a ``read`` that waits return soon. It is called from another thread."""
 
     def close(self) -> None:  # noqa: B027 (as above)
         """Release what is open. Nothing is read afterwards."""
 
 
 class Input(ABC):
-    """An input: its partitions, and what can be told of their tokens.
+    """An input: its partitions, and what its tokens say about them.
 
     To be named in a spec as ``input: {class: "module:Class", …}``, a subclass implements ``partition_count`` and
     ``open``. Everything else has a default. An object is created in each process that needs one: in every mapper, in
@@ -90,7 +91,8 @@ class Input(ABC):
     """
 
     consumes: str | None = None
-    """The queue of the state store that this input reads and trims, if it does: a queue has one consumer only."""
+    """The name of the queue of the state store that this input reads and trims; None if there is none. A queue has one
+    consumer only."""
 
     def __init__(self, config: Mapping[str, Any], state: StateClient, folder: Path) -> None:
         self.config = config
@@ -102,14 +104,14 @@ class Input(ABC):
 
     @abstractmethod
     def partition_count(self) -> int:
-        """How many partitions there are, and so how many mappers. It may not change while the processor has state."""
+        """The number of partitions, and so of mappers. It may not change while the processor has state."""
 
     @abstractmethod
     def open(self, partition: int) -> PartitionReader:
         """A reader of one partition, counted from 0."""
 
     def describe(self) -> str:
-        """What says which rows come, in one line: a processor that has state is refused another input.
+        """One line that identifies the rows of this input: a processor that has state is refused another input.
 
         Default: the class and all its options. Leave out options that may change, for example an address.
         """
@@ -117,7 +119,7 @@ class Input(ABC):
         return f"class {type(self).__module__}:{type(self).__qualname__} {options}"
 
     def ends(self) -> Mapping[int, Token] | None:
-        """For each partition the token after the last row that it holds now. None, the default: that is not known.
+        """For each partition the token after the last row that it holds now. None, the default, means unknown.
 
         Without it ``shuffle run --until-drained`` ends once ``read`` finds no more rows after what was committed,
         and a Spark query with ``availableNow`` once it has what was mapped when it began.
@@ -127,8 +129,8 @@ class Input(ABC):
     def reached(self, partition: int, token: Token, end: Token | None) -> bool:
         """Whether everything before ``end`` is before ``token``, too. Whoever implements ``ends`` implements this.
 
-        ``token`` may be empty: nothing has been read. Default, without an end: whether no row can be read after
-        ``token``.
+        ``token`` may be empty, if nothing has been read. The default is for inputs without ``ends``: whether no row can
+        be read after ``token``.
         """
         if end is not None:
             raise NotImplementedError(f"{type(self).__qualname__} implements ends(), but not reached()")
@@ -144,14 +146,14 @@ class Input(ABC):
             reader.close()
 
     def rows_left(self, tokens: Mapping[int, Token]) -> Mapping[int, int]:
-        """For each partition how many rows there are after its token, for ``shuffle status``. Default: not known."""
+        """For each partition the number of rows after its token, for ``shuffle status``. By default none is known."""
         return {}
 
     def check_start(self, started: Callable[[], Collection[int]]) -> None:  # noqa: B027 (most inputs lose nothing)
         """Raise ``SpecError`` if rows are gone that a partition still has to read which has no state yet.
 
-        ``started`` tells which partitions have one. Ask it after you have looked at the input: a mapper writes its
-        state before it trims.
+        ``started`` returns the partitions that have one. Call it after you have looked at the input: a mapper writes
+        its state before it trims.
         """
 
     def close(self) -> None:  # noqa: B027 (as above)
@@ -160,5 +162,7 @@ class Input(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         self.close()

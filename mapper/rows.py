@@ -1,4 +1,4 @@
-"""Cutting Arrow batches, and adding what is known of their rows. Nothing in here knows of windows or buckets."""
+"""Cutting Arrow batches, and adding the metadata columns to them. Nothing in here depends on windows or buckets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def with_metadata(
 def fit(rows: pa.RecordBatch, max_bytes: int) -> pa.RecordBatch:
     """A prefix of ``rows`` of at most ``max_bytes``: the longest, or one that leaves a 64th of them at most.
 
-    The first guess takes rows to be alike and most often does; if they differ much in size, the rest is halving.
+    The first guess assumes rows of equal size, and is most often good enough; if they differ much, the rest is halving.
     """
     size_bytes = rows.nbytes
     if size_bytes <= max_bytes:

@@ -25,17 +25,19 @@ from shuffle.support.shared_memory import BYTES_MIN, MemoryWriter, machine
 from shuffle.support.slots import Slots
 
 JOIN_BYTES_MAX = 1 * MIB
-"""Adjacent batches are joined up to this size. Below it the cost of a message outweighs that of a copy."""
+"""The most bytes of adjacent batches that are joined into one. Below it the cost of a message outweighs that of a
+copy."""
 
 EXCHANGES_PER_REDUCER_MAX = 8
 EXCHANGES_MIN = 64
-"""Exchanges and calls that are served at once, for each reducer of each mapper, and at least; each has a thread. A
-reducer has one, and for a while those that it, or an instance before it, has given up; Spark's tasks and ``status``
-come on top."""
+"""The number of exchanges and calls that are served at once: this many for each reducer of each mapper, and at least
+``EXCHANGES_MIN``. Each has a thread. A reducer has one exchange, and for a while those that it, or an instance before
+it, has abandoned; Spark's tasks and ``status`` come on top."""
 
 
 def joined(batches: Iterable[ServedBatch], join_bytes_max: int = JOIN_BYTES_MAX) -> Iterator[ServedBatch]:
-    """The same rows in batches of a sensible size: small neighbours are copied together, large ones pass untouched."""
+    """The same rows in batches of a sensible size: small adjacent batches are copied into one, large ones are not
+    copied."""
     small: list[ServedBatch] = []
     small_bytes = 0
     for served in batches:
@@ -56,7 +58,7 @@ def _join(batches: list[ServedBatch]) -> ServedBatch:
 
 
 def _with_tails(batches: Iterable[ServedBatch], tail: Tail) -> Iterator[tuple[pa.RecordBatch, Tail]]:
-    """Each batch with its tail: the last one has ``tail``, and those before it promise nothing but their own rows."""
+    """Each batch with its tail: the last one has ``tail``, and the tails before it speak of their own rows only."""
     before: ServedBatch | None = None
     for served in batches:
         if before is not None:
@@ -79,10 +81,10 @@ class HostedMapper:
     """One mapper instance, as the server sees it."""
 
     shared: SharedCore
-    memories: MemoryBudget
+    memory_budget: MemoryBudget
     status: Callable[[], dict[str, Any]]
     on_served: Callable[[int, int], None]
-    """Called with the rows and bytes of each answer."""
+    """A callback that gets the numbers of rows and bytes of each response."""
 
     @classmethod
     def of(
@@ -104,21 +106,22 @@ class MapperServer(flight.FlightServerBase):
         reducers = sum(mapper.shared.reducer_count for mapper in self.mappers.values())
         self._slots = Slots("exchanges", max(EXCHANGES_MIN, EXCHANGES_PER_REDUCER_MAX * reducers))
         self.endpoint = replace(listening, port=self.port)
-        """Where it listens, with its real port."""
+        """The endpoint on which the server listens, with the port that it was given."""
         self.address = str(self.endpoint)
 
     def mapper(self, guid: str) -> HostedMapper:
-        """The instance that a request names. If there is only one, its core is the one to refuse another's requests."""
-        found = self.mappers.get(Guid(guid))
-        if found is None and len(self.mappers) == 1:
-            found = next(iter(self.mappers.values()))
-        if found is None:
+        """The instance that a request names. If there is only one, it is returned whatever the request names, and its
+        core refuses requests for other instances."""
+        mapper = self.mappers.get(Guid(guid))
+        if mapper is None and len(self.mappers) == 1:
+            mapper = next(iter(self.mappers.values()))
+        if mapper is None:
             served = ", ".join(f"{guid} of mapper {one.shared.core.mapper_index}" for guid, one in self.mappers.items())
             raise StaleMapper(
                 f"the request is for instance {guid} of a mapper, but this process serves the instances {served}: ask "
                 "discovery again"
             )
-        return found
+        return mapper
 
     def do_get(self, context: Any, ticket: Any) -> Any:
         with self._slots.taken():
@@ -141,14 +144,14 @@ class MapperServer(flight.FlightServerBase):
         served = mapper.shared.get_rows(request, context.is_cancelled)
         if served.rows:
             crash_points.reach("mapper.before_answer")
-            # Their own schema: spilled rows may be served before this instance has mapped any.
+            # The schema is that of the rows: spilled rows may be served before this instance has mapped any.
             return served._replace(schema=served.rows[0].rows.schema)
         if served.schema is not None and request.with_metadata:
             return served._replace(schema=pa.schema([*served.schema, *METADATA_FIELDS], served.schema.metadata))
         return served
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """GetRows, again and again on one stream (see ``messages``), while the answers have the schema of the first."""
+        """Serve GetRows again and again on one stream (see ``messages``), while all responses have the same schema."""
         if descriptor.command != ROWS_EXCHANGE:
             raise WrongVersion(
                 f"unknown exchange {descriptor.command!r}, and not {ROWS_EXCHANGE!r}: mapper and reducer are of "
@@ -156,9 +159,9 @@ class MapperServer(flight.FlightServerBase):
             )
         flight.check_schema(reader, _NO_COLUMNS)
         with self._slots.taken(), ExitStack() as stack:
-            self._answer_all(context, reader, writer, stack)
+            self._serve_exchange(context, reader, writer, stack)
 
-    def _answer_all(self, context: Any, reader: Any, writer: Any, stack: ExitStack) -> None:
+    def _serve_exchange(self, context: Any, reader: Any, writer: Any, stack: ExitStack) -> None:
         memory: MemoryWriter | None = None
         begun_with: pa.Schema | None = None
         has_begun = False
@@ -174,7 +177,7 @@ class MapperServer(flight.FlightServerBase):
                 request = GetRows.decode(b"" if ticket is None else bytes(ticket))
                 mapper = self.mapper(request.mapper_id)
                 if request.machine is not None and request.machine == machine():
-                    memory = memory or mapper.memories.take(stack)
+                    memory = memory or mapper.memory_budget.take(stack)
                     sharing = None if memory is None or memory.is_refused else memory
                 if sharing is not None and request.to_row_index is None:
                     request = replace(request, max_bytes=min(request.max_bytes, sharing.bytes_max))
@@ -202,12 +205,12 @@ class MapperServer(flight.FlightServerBase):
             mapper.on_served(sum(batch.rows.num_rows for batch in served.rows), nbytes)
 
     def _share(self, writer: Any, memory: MemoryWriter, served: Served) -> bool:
-        """Answer by way of shared memory, unless there are too many rows for it."""
+        """Respond by way of shared memory; False if there are too many rows for it."""
         batches = list(_with_tails(joined(served.rows), served.tail))
-        note = memory.put([rows for rows, _ in batches])
-        if note is None:
+        handle = memory.put([rows for rows, _ in batches])
+        if handle is None:
             return False
-        writer.write_metadata(SharedRows(note, tuple(tail for _, tail in batches)).encode())
+        writer.write_metadata(SharedRows(handle, tuple(tail for _, tail in batches)).encode())
         return True
 
     def do_action(self, context: Any, action: Any) -> Any:
@@ -217,14 +220,14 @@ class MapperServer(flight.FlightServerBase):
         return [flight.Result(pa.py_buffer(json.dumps(self._status_of(body)).encode()))]
 
     def _status_of(self, guid: bytes) -> dict[str, Any]:
-        """Of the instance with this guid; where there is only one, it need not be named."""
+        """The status of the instance with this guid; where there is only one, it need not be named."""
         return self.mapper(guid.decode("ascii", "replace")).status()
 
     def list_actions(self, context: Any) -> Any:
         return [("status", "what the mapper instance of this guid holds, as JSON")]
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Answer those who wait and stop; whether all calls ended in time."""
+        """Respond to the requests that wait, and stop; whether all calls ended in time."""
         for mapper in self.mappers.values():
             mapper.shared.close()
         return flight.shutdown(self, timeout_s)

@@ -1,4 +1,4 @@
-"""A ``MapperCore`` that threads share: one lock, who waits for what, and the memory for answers on this machine."""
+"""A ``MapperCore`` that threads share: one lock, who waits for what, and the memory shared with local reducers."""
 
 from __future__ import annotations
 
@@ -17,48 +17,52 @@ from shuffle.ids import ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB, WAIT_MS_MAX
 from shuffle.mapper.bucket import Bucket, ServedBatch
 from shuffle.mapper.core import MapperCore
-from shuffle.mapper.spill.answer import SpillRead
 from shuffle.mapper.spill.format import SpillHead
 from shuffle.mapper.spill.index import Spill
+from shuffle.mapper.spill.response import SpillRead
 from shuffle.mapper.window import MappedBatch
 from shuffle.messages import GetRows, Tail
 from shuffle.support.shared_memory import MemoryWriter
 
 SHARED_BYTES_MAX = 32 * MIB
-"""Memory for answers to reducers on this machine, for all of them together. It is taken off the window's limit."""
+"""The most bytes of shared memory for responses to all reducers on this machine together. They are taken off the
+window's limit."""
 
 SHARED_OF_WINDOW = 4
-"""And not more than the window's limit divided by this."""
+"""Shared memory takes at most the window's limit divided by this number."""
 
 WRITER_BYTES_MIN = 1 * MIB
-"""Of that, for one reducer. Answers are cut to what it has, so with less they are better sent over the wire."""
+"""The least bytes of shared memory for one reducer. Responses are cut to what there is, so with less than this they are
+better sent over the wire."""
 
 WAITERS_PER_REDUCER_MAX = 4
-"""Requests of one reducer that may wait at once: its own, and those of instances and calls that it has given up."""
+"""The number of requests of one reducer that may wait at once: its own, and those of calls that it, or an instance
+before it, has abandoned."""
 
 CROWDED_WAIT_S = 0.1
-"""The longest wait of one more request than those: long enough that who asks again at once is not always asking."""
+"""The longest wait, in seconds, of a request beyond ``WAITERS_PER_REDUCER_MAX``. It is not 0, so that a caller that
+tries again at once does not keep the mapper busy."""
 
-FULL_WAIT_S = 0.02
-"""The longest wait while the window is full and the caller has not committed all that it was given: the next request
-may bring the news that makes room."""
+FULL_WINDOW_WAIT_S = 0.02
+"""The longest wait, in seconds, while the window is full and the caller has not committed all that it was served: its
+next request may say that rows are committed, which makes room."""
 
 CONFIRM_S = 0.05
-"""How often at most the store is asked to confirm what requests say. Few requests need that, but anybody can send them;
-an honest one that comes too soon is sent again after a moment."""
+"""The least seconds between two reads of the store that confirm what requests call committed. Few requests need that,
+but anybody can send them; an honest one that comes too soon is refused, and sent again by the reducer."""
 
 CANCEL_CHECK_S = 1.0
-"""How often a waiting request looks whether its caller is still there."""
+"""The seconds after which a waiting request checks again that its caller has not cancelled it."""
 
 
 class Served(NamedTuple):
-    """What one GetRows is answered."""
+    """The response to one GetRows."""
 
     schema: pa.Schema | None
-    """None if nothing was mapped yet."""
+    """The schema of the rows; None if nothing was mapped yet."""
     rows: list[ServedBatch]
     tail: Tail
-    """Of the last batch, or of none."""
+    """The tail of the last batch or, if there are no rows, of the response."""
 
 
 class SharedCore:
@@ -72,21 +76,21 @@ class SharedCore:
         read_committed: Callable[[], Mapping[ReducerIndex, ShuffleIndex]] = dict,
     ) -> None:
         """``read_spill`` reads spilled rows from the store; without it there are none. ``read_committed`` reads what
-        the reducers' rows in the store say."""
+        reducers have committed from their rows in the store."""
         self.core = core
         self._read_spill = read_spill
         self._read_committed = read_committed
         self._is_confirming = False
         self._confirmed_s = -math.inf
-        """When the store was last asked what is committed, to confirm what a request said."""
+        """The monotonic time at which the store was last read to confirm what a request called committed."""
         self.lock = threading.RLock()
         self._room = threading.Condition(self.lock)
-        """Notified when rows were committed, so that the ingestion may go on."""
+        """The condition that is notified when rows were committed, so that the ingestion may go on."""
         self._new_rows = [threading.Condition(self.lock) for _ in range(reducer_count)]
-        """Notified when there are new rows for a reducer."""
+        """For each reducer, the condition that is notified when there are new rows for it."""
         self.reducer_count = reducer_count
         self.closing = False
-        """Nothing more is waited for: calls get what there is, and exchanges end."""
+        """Whether the process stops: nothing is waited for any more, calls get what there is, and exchanges end."""
 
     def restart(
         self,
@@ -94,11 +98,11 @@ class SharedCore:
         committed: Mapping[ReducerIndex, ShuffleIndex],
         spills: Mapping[ReducerIndex, Spill],
     ) -> None:
-        """As that of the core, with what is in the spill."""
+        """Restart the core (``MapperCore.restart``), with what is in the spill."""
         with self.lock:
             self.core.restart(persisted, committed)
             self.core.load_spill(spills)
-            # Who came before that was known, and waits for new rows, may have rows in the spill.
+            # A request that came before the spill was known, and waits for new rows, may have rows in the spill.
             for condition in self._new_rows:
                 condition.notify_all()
 
@@ -111,34 +115,34 @@ class SharedCore:
                 self._new_rows[reducer_index].notify_all()
 
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Waits until the window is below its limit; whether it is."""
+        """Wait until the window is below its limit; whether it is."""
         with self.lock:
             if not self.core.wants_input:
                 for condition in self._new_rows:
-                    condition.notify_all()  # Those who wait for rows are not to wait as long now.
+                    condition.notify_all()  # Requests that wait for rows wait only ``FULL_WINDOW_WAIT_S`` now.
             self._room.wait_for(lambda: self.core.wants_input or self.closing, timeout_s)
             return self.core.wants_input
 
     def trimmed(self) -> None:
-        """Dead letters that were persisted leave room too."""
+        """The persisted state has moved: dead letters and spilled rows have left memory, so there may be room."""
         with self.lock:
             self._room.notify_all()
 
     def get_rows(self, request: GetRows, is_cancelled: Callable[[], bool] = lambda: False) -> Served:
-        """Rows: at once, or as soon as there are some."""
+        """The rows for one request: at once, or as soon as there are some."""
         try:
-            return self._answer(request, is_cancelled)
+            return self._respond(request, is_cancelled)
         except NotServed:
-            # This instance may have been started while the reducer's commit was under way: the store knows.
+            # This instance may have been started while the reducer's commit was under way: the store can tell.
             if not self._confirm():
                 raise
-        return self._answer(request, is_cancelled)
+        return self._respond(request, is_cancelled)
 
     def _confirm(self) -> bool:
-        """Ask the store what is committed, without the lock; False if it was asked a moment ago.
+        """Read from the store what is committed, without the lock; False if that was done a moment ago.
 
-        It is asked for all reducers at once, so that whoever says what is not true cannot keep it from being asked for
-        the others.
+        It is read for all reducers at once, so that false requests in the name of one reducer cannot keep the claims of
+        the others from being confirmed.
         """
         with self.lock:
             if self._is_confirming or time.monotonic() - self._confirmed_s < CONFIRM_S:
@@ -154,7 +158,7 @@ class SharedCore:
             self.core.learn_committed(committed)
         return True
 
-    def _answer(self, request: GetRows, is_cancelled: Callable[[], bool]) -> Served:
+    def _respond(self, request: GetRows, is_cancelled: Callable[[], bool]) -> Served:
         begin_s = time.monotonic()
         deadline_s = begin_s + min(max(request.wait_ms, 0), WAIT_MS_MAX) / 1000
         settling = request.from_row_index > request.committed_row_index
@@ -171,7 +175,7 @@ class SharedCore:
                 try:
                     while not rows and spilled is None and not self.closing:
                         if settling and not self.core.wants_input:
-                            deadline_s = min(deadline_s, begin_s + FULL_WAIT_S)
+                            deadline_s = min(deadline_s, begin_s + FULL_WINDOW_WAIT_S)
                         left_s = deadline_s - time.monotonic()
                         if left_s <= 0 or is_cancelled():
                             break
@@ -185,12 +189,12 @@ class SharedCore:
         return self._from_spill(request, spilled)
 
     def _from_spill(self, request: GetRows, spilled: SpillRead) -> Served:
-        """Without the lock: others are served while the store is asked."""
+        """Respond with spilled rows. The store is read without the lock, so that others are served meanwhile."""
         assert self._read_spill is not None
         try:
             heads, rows = self._read_spill(spilled)
         except OutOfRange:
-            # Trimmed meanwhile, by a commit of this reducer that this request, or this instance, does not know of.
+            # The rows were trimmed after a commit of this reducer that this request, or this instance, does not know.
             with self.lock:
                 self.core.forget_spill()
             raise StoreUnavailable("the rows were trimmed while they were being read: ask again soon") from None
@@ -207,7 +211,7 @@ class SharedCore:
         return rows
 
     def close(self) -> None:
-        """Everybody who waits gets what there is."""
+        """Stop waiting: every request that waits gets what there is."""
         with self.lock:
             self.closing = True
             self._room.notify_all()
@@ -255,30 +259,30 @@ class SharedCore:
 
 
 class MemoryBudget:
-    """Memory for answers to reducers on this machine, of one mapper: a part of the window's limit for each reducer."""
+    """The shared memory of one mapper for reducers on this machine: a part of the window's limit for each reducer."""
 
     def __init__(self, shared: SharedCore) -> None:
         self._shared = shared
         reducers = shared.reducer_count
-        self._outbox_bytes = min(SHARED_BYTES_MAX, shared.core.memory_bytes_max // SHARED_OF_WINDOW) // reducers
-        self._outboxes_left = reducers if self._outbox_bytes >= WRITER_BYTES_MIN else 0
+        self._writer_bytes = min(SHARED_BYTES_MAX, shared.core.memory_bytes_max // SHARED_OF_WINDOW) // reducers
+        self._writers_left = reducers if self._writer_bytes >= WRITER_BYTES_MIN else 0
 
     def take(self, stack: ExitStack) -> MemoryWriter | None:
-        """An outbox for one exchange, given back when ``stack`` is closed; None if none is left, because there are more
-        exchanges than reducers."""
-        if not self._outboxes_left:
+        """Shared memory for one exchange, given back when ``stack`` is closed; None if none is left, because there are
+        more exchanges than reducers."""
+        if not self._writers_left:
             return None
         with self._shared.lock:
-            if not self._outboxes_left:
+            if not self._writers_left:
                 return None
-            self._outboxes_left -= 1
-            self._shared.core.reserved_bytes += self._outbox_bytes
-        memory = MemoryWriter(self._outbox_bytes)
+            self._writers_left -= 1
+            self._shared.core.reserved_bytes += self._writer_bytes
+        memory = MemoryWriter(self._writer_bytes)
         stack.callback(self._give_back, memory)
         return memory
 
     def _give_back(self, memory: MemoryWriter) -> None:
         memory.close()
         with self._shared.lock:
-            self._outboxes_left += 1
-            self._shared.core.reserved_bytes -= self._outbox_bytes
+            self._writers_left += 1
+            self._shared.core.reserved_bytes -= self._writer_bytes

@@ -27,21 +27,21 @@ from shuffle.support.logs import get_logger
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient, Transaction
 
-LOOK_S = 0.1
-"""How often a mapper looks who is late, while its window is heavy enough for that to matter soon; otherwise as often as
-it trims."""
+STRAGGLER_CHECK_S = 0.1
+"""The seconds between two looks for stragglers, while the window holds enough bytes for a spill to come soon. Otherwise
+a mapper looks as often as it trims."""
 
 GIVE_BACK_PERIODS_MAX = 5
-"""How many periods the trim of the input may be put off by spills that are due."""
+"""The number of trim periods by which spills that are due may delay the trim of the input."""
 
 FULL_REPORT_S = 60.0
-"""How often a mapper says who fills its window, while it is full."""
+"""The seconds between two log lines that say which reducers fill the window, while it is full."""
 
 _log = get_logger(__name__)
 
 
 class Trimmer:
-    """Runs the trim of one mapper; ``lock`` guards ``core``, and is never held while the store is asked."""
+    """Runs the trim of one mapper; ``lock`` guards ``core``, and is never held during a request to the store."""
 
     def __init__(
         self,
@@ -74,16 +74,16 @@ class Trimmer:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before the next round."""
+        """The seconds to wait before the next round."""
         with self._lock:
             if self._moved and self._core.spill_is_due:
                 return 0.0
             core = self._core
             busy = core.spilling.is_near(core.nbytes, core.window_bytes_max) or not core.wants_input
-            return min(self._period_s, LOOK_S) if busy else self._period_s
+            return min(self._period_s, STRAGGLER_CHECK_S) if busy else self._period_s
 
     def hurry(self) -> None:
-        """The next round is the last one."""
+        """The next round is the last one: everything is due in it."""
         self._due_s = 0.0
         self._give_back_due_s = -math.inf
 
@@ -93,7 +93,8 @@ class Trimmer:
         1. Plan: how far the window has retired, and the dead letters on the way; and what to spill to get further.
            What requests have called committed must be so in the store, or FalseClaim is raised.
         2. Transact: write large spills ahead. In a transaction, read the persisted state. It must be the one the plan
-           starts from: anything else was written by another instance, or by this one in a commit whose answer was lost.
+           starts from: anything else was written by another instance, or by this one in a commit whose response was
+           lost.
            Append the dead letters and the spill, write the state, commit.
         3. Settle. On *conflict* nothing happened; on *unknown* read the state again. Never repeat the commit. Once the
            new state is durable, tell the reader to trim, now or in a later round.
@@ -147,12 +148,12 @@ class Trimmer:
     def _transact(self, plan: TrimPlan, prepared: Prepared | None) -> bool:
         """Commit ``plan``, with all that belongs to it; False if the store does not hold what it starts from."""
         with self._client.transaction() as tx:
-            found = lookup_state(tx, self._processor, self._core.mapper_index)
-            if (found or MapperState()) != plan.expected:
+            persisted = lookup_state(tx, self._processor, self._core.mapper_index)
+            if (persisted or MapperState()) != plan.expected:
                 self._discard(prepared)
                 with self._lock:
-                    self._core.observe(found)
-                return False  # It was one of ours: the next round plans from there.
+                    self._core.observe(persisted)
+                return False  # This instance has written it: the next round plans from there.
             if not self._write(tx, plan, prepared):
                 return False
             crash_points.reach("mapper.before_trim_commit")
@@ -161,7 +162,7 @@ class Trimmer:
         return True
 
     def _not_committed(self, plan: TrimPlan, prepared: Prepared | None, error: CommitConflict | CommitUnknown) -> bool:
-        """Whether the state moved all the same: the store knows."""
+        """After a commit that was not acknowledged: whether the persisted state has moved nevertheless."""
         if isinstance(error, CommitConflict):
             self.on_conflict()
             self._discard(prepared)
@@ -171,8 +172,8 @@ class Trimmer:
     def _check_claims(self, claims: Mapping[ReducerIndex, ShuffleIndex]) -> None:
         """Raise FalseClaim unless the reducers' rows in the store confirm ``claims``, which were made before this.
 
-        A plain lookup, outside of the trim's transaction, which would else conflict with every commit of a reducer.
-        What it finds stays true: committed indexes only grow.
+        It is a plain lookup, outside of the trim's transaction, which would otherwise conflict with every commit of a
+        reducer. What it reads stays true: committed indexes only grow.
         """
         if not claims:
             return
@@ -182,10 +183,10 @@ class Trimmer:
             core.check_claims(claims, committed)
 
     def _give_back(self, now_s: float) -> None:
-        """Trim the input, and the spill, of what nobody needs any more.
+        """Trim the input and the spill up to what is committed.
 
-        Each is a commit. So they come once in a period, and not while more is to be spilled: that would wait for them,
-        and with it whoever finds no room in the window.
+        Each of the two is a commit. So they are done once in a period, and not while more is to be spilled: the spill
+        would wait for them, and with it the reading, if the window is full.
         """
         with self._lock:
             latest_s = self._give_back_due_s + (GIVE_BACK_PERIODS_MAX - 1) * self._period_s
@@ -197,7 +198,7 @@ class Trimmer:
 
     def _committed(self, plan: TrimPlan, prepared: Prepared | None) -> None:
         with self._lock:
-            # The ingestion may have seen the new state before us, and adopted it.
+            # The ingestion may have read the new state before this, and adopted it.
             if self._core.persisted.is_before(plan.state):
                 self._core.trimmed(plan.state)
                 if prepared is not None:
@@ -209,17 +210,18 @@ class Trimmer:
                 self._report_spilled(reducer, prepared.before[reducer], after)
 
     def _learn(self, index: MapperIndex, state: MapperState) -> bool:
-        found = lookup_state(self._client, self._processor, index)
+        """Read the persisted state again; whether it is ``state``, which this instance tried to write."""
+        persisted = lookup_state(self._client, self._processor, index)
         with self._lock:
-            self._core.observe(found)
-        if found != state:
+            self._core.observe(persisted)
+        if persisted != state:
             return False
         self._trim_input()
         return True
 
     def _trim_input(self) -> bool:
-        """Whether there was something to trim. Also after a round without progress: the last one may have ended between
-        the commit and the trim."""
+        """Trim the input up to the persisted state; whether there was something to trim. It is also done after a round
+        without progress: the round before may have ended between its commit and the trim."""
         with self._lock:
             state = self._core.persisted
         if state == self._input_trimmed:
@@ -244,13 +246,14 @@ class Trimmer:
                 self._core.load_spill(spills)
 
     def _get_ready(self) -> None:
-        """Somebody may become a straggler. What fails now is tried again, and told of, when there are rows to spill."""
+        """Prepare for a spill, since a reducer may become a straggler. If that fails, it is tried again, and the error
+        reported, when there are rows to spill."""
         if self._spill is not None:
             with suppress(ShuffleError):
                 self._spill.get_ready()
 
     def _prepare(self, plan: TrimPlan) -> Prepared | None:
-        """The rows to spill, made ready; None if the store cannot take them now."""
+        """The rows to spill, encoded, the large ones staged; None if the store cannot take them now."""
         assert self._spill is not None
         with self._lock:
             reducers = list(plan.spill)
@@ -264,7 +267,7 @@ class Trimmer:
             return None
 
     def _write(self, tx: Transaction, plan: TrimPlan, prepared: Prepared | None) -> bool:
-        """Into ``tx``, all that belongs together; False if the spill is not as this instance knows it."""
+        """Write everything that belongs to ``plan`` into ``tx``; False if the spill is not as this instance expects."""
         if prepared is not None:
             assert self._spill is not None
             if not self._spill.is_expected(tx, prepared):
@@ -288,7 +291,8 @@ class Trimmer:
             _log.info("staged rows left to be collected", error=error)
 
     def _blocked(self, plan: TrimPlan, error: ShuffleError) -> None:
-        """As before there was a spill: reading stops when the window is full, and nothing is lost."""
+        """The spill cannot be written: reading stops when the window is full, as without a spill, and nothing is
+        lost."""
         with self._lock:
             self._core.spilling.block(f"{type(error).__name__}: {error.message}")
         rows = {int(reducer): sum(part.rows.num_rows for part in parts) for reducer, parts in plan.spill.items()}
@@ -306,14 +310,14 @@ class Trimmer:
         self._check_claims(claims)
         assert self._spill is not None
         if not self._spill.trim(positions):
-            return False  # A later round tries again: this may have been the last of the spill, and nothing follows it.
+            return False  # A later round tries again: there may be no later spill that is trimmed together with it.
         with self._lock:
             self._core.spilling.trimmed(positions)
         for reducer in emptied:
             _log.info("a reducer has caught up: nothing of it is spilled any more", reducer=int(reducer))
         return True
 
-    # Seeing
+    # Status and logs
 
     def _report_spilled(self, reducer: ReducerIndex, before: SpillEnd, after: SpillEnd) -> None:
         self.on_spilled(reducer, before, after)
@@ -326,7 +330,7 @@ class Trimmer:
             )
 
     def _report_full(self, now_s: float) -> None:
-        """Who fills the window, while it is full. With the lock held."""
+        """Log which reducers fill the window, while it is full. The caller holds the lock."""
         core = self._core
         if core.wants_input:
             self._full_since_s = None
@@ -344,7 +348,7 @@ class Trimmer:
         )
 
     def held(self) -> Mapping[str, str]:
-        """For whom rows are in memory: those with the most first. With the lock held."""
+        """The reducers that have rows in memory, and how many, those with the most first. The caller holds the lock."""
         buckets = sorted((bucket for bucket in self._core.buckets if bucket.rows), key=lambda bucket: -bucket.nbytes)
         return {
             f"reducer {bucket.reducer_index}": f"{bucket.rows} rows, {bucket.nbytes} bytes" for bucket in buckets[:8]

@@ -22,11 +22,11 @@ class TrimPlan:
     state: MapperState
     dead_letters: pa.Table | None
     spill: Mapping[ReducerIndex, Sequence[SpillPart]] = field(default_factory=dict)
-    """Per straggler: its uncommitted rows before ``state``, in their order."""
+    """For each straggler, its uncommitted rows before ``state``, in their order."""
     claims: Mapping[ReducerIndex, ShuffleIndex] = field(default_factory=dict)
-    """See ``MapperCore.claims``: what must be true before this is committed."""
+    """The claims that must be true before this is committed (see ``MapperCore.claims``)."""
     freed: Mapping[ReducerIndex, ShuffleIndex] = field(default_factory=dict)
-    """Per straggler: the last of its rows that is in neither the window nor the spill, being committed."""
+    """For each straggler, the last of its rows that is in neither the window nor the spill, because it is committed."""
 
 
 @dataclass(slots=True)
@@ -37,4 +37,4 @@ class RetiredRange:
     dead_letters: list[pa.Table] = field(default_factory=list)
     dead_letter_bytes: int = 0
     life: Life = Life.RETIRED
-    """Of all entries in the range."""
+    """The state of all entries in the range."""

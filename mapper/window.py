@@ -1,10 +1,10 @@
 """The window: mapped batches held in memory until every reducer has committed its rows of them.
 
-An entry is one mapped batch, cut into parts: for each reducer that has rows in it, one Arrow batch with the places of
+An entry is one mapped batch, cut into parts: for each reducer that has rows in it, one Arrow batch with the offsets of
 its rows in the entry. Parts are freed one by one, as soon as their reducer has committed their last row or their rows
 are in the spill, so that a slow reducer holds memory for its own rows only. The entry itself, a few numbers by then,
-stays in its place until all entries before it have retired, because the persisted state is one position and cannot have
-holes. ``entry_life`` has the states of an entry, and the verbs for what happens to it.
+stays in the window until all entries before it have retired, because the persisted state is one position and cannot
+have holes. ``entry_life`` has the states of an entry, and the verbs for what happens to it.
 
 No I/O, no threads, no clocks in here.
 """
@@ -25,78 +25,92 @@ from shuffle.ids import InputIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.entry_life import COMMIT, RETIRE, SPILL, Life, after
 
 ENTRY_OVERHEAD_BYTES = 1024
-"""What an entry weighs without its rows: objects, a token, a place in the queue. Counted so that very many very small
-entries behind a reducer that is down reach the memory limit instead of growing past it."""
+"""The bytes that are counted for an entry besides its rows: objects, a token, an item of the queue. Without them, very
+many very small entries behind a reducer that is down would grow past the memory limit."""
 
 PART_OVERHEAD_BYTES = 512
-"""The same for a part: the Arrow batch's own objects, whatever is in it."""
+"""The bytes that are counted for a part besides its rows: the Arrow batch's own objects."""
 
-Places = np.ndarray[Any, np.dtype[np.uint32]]
+RowOffsets = np.ndarray[Any, np.dtype[np.uint32]]
+"""The offsets of rows in the mapped batch that they belong to, counted from 0 and rising."""
 
 
 class MappedPart(NamedTuple):
-    """One reducer's rows of a mapped batch, and the place of each in the batch; places rise."""
+    """One reducer's rows of a mapped batch, and the offset of each in the batch."""
 
     reducer_index: ReducerIndex
     rows: pa.RecordBatch
-    places: Places
+    row_offsets: RowOffsets
 
 
 @dataclass(frozen=True, slots=True)
 class MappedBatch:
-    """What became of one batch of input rows."""
+    """The result of mapping one batch of input rows."""
 
     schema: pa.Schema
     rows_out: int
     parts: Sequence[MappedPart]
     dead_letters: pa.Table | None = None
-    """Rows for the dead-letter queue, complete."""
+    """The rows for the dead-letter queue, in its schema; None if there are none."""
     ingested_us: int = 0
-    """When its rows were read: microseconds since 1970, UTC."""
+    """The time at which the rows were read, in microseconds since 1970, UTC."""
     front: int | None = None
-    """The mapper's clock behind its last row: no row that comes after it is below this. None: there is no clock."""
+    """The mapper's clock behind the last row: no row that comes after it is below this. None if there is no clock."""
 
 
 class EntryPart:
     """One reducer's rows of one window entry."""
 
-    __slots__ = ("batch", "begin", "entry", "first_row_index", "last_row_index", "nbytes", "places", "reducer_index")
+    __slots__ = (
+        "batch",
+        "begin",
+        "entry",
+        "first_row_index",
+        "last_row_index",
+        "nbytes",
+        "reducer_index",
+        "row_offsets",
+    )
 
-    def __init__(self, entry: WindowEntry, reducer_index: ReducerIndex, batch: pa.RecordBatch, places: Places) -> None:
-        assert batch.num_rows == len(places) > 0
+    def __init__(
+        self, entry: WindowEntry, reducer_index: ReducerIndex, batch: pa.RecordBatch, row_offsets: RowOffsets
+    ) -> None:
+        assert batch.num_rows == len(row_offsets) > 0
         self.entry = entry
         self.reducer_index = reducer_index
         self.batch: pa.RecordBatch | None = batch
-        self.places: Places | None = places
-        """Where each row stands in the entry; rising. Its shuffle index is ``entry.shuffle_begin`` plus this."""
+        self.row_offsets: RowOffsets | None = row_offsets
+        """The offset of each row in the entry. The row's shuffle index is ``entry.shuffle_begin`` plus this."""
         self.begin = 0
-        """The first row that is not committed."""
-        self.first_row_index = ShuffleIndex(entry.shuffle_begin + int(places[0]))
-        self.last_row_index = ShuffleIndex(entry.shuffle_begin + int(places[-1]))
+        """The number of the first row of the batch that is not committed."""
+        self.first_row_index = ShuffleIndex(entry.shuffle_begin + int(row_offsets[0]))
+        self.last_row_index = ShuffleIndex(entry.shuffle_begin + int(row_offsets[-1]))
         # Whole buffers, not the visible slice of them: a slice keeps all of what it was cut from.
-        self.nbytes = int(batch.get_total_buffer_size()) + int(places.nbytes) + PART_OVERHEAD_BYTES
+        self.nbytes = int(batch.get_total_buffer_size()) + int(row_offsets.nbytes) + PART_OVERHEAD_BYTES
 
     @property
     def rows(self) -> int:
-        """Rows that are not committed."""
-        return 0 if self.places is None else len(self.places) - self.begin
+        """The number of rows that are not committed."""
+        return 0 if self.row_offsets is None else len(self.row_offsets) - self.begin
 
     def row_after(self, row_index: int) -> int:
-        """The place in the batch of the first row whose shuffle index is above ``row_index``."""
-        assert self.places is not None
+        """The number, in the batch, of the first row whose shuffle index is above ``row_index``."""
+        assert self.row_offsets is not None
         if row_index < self.first_row_index:
             return 0
         if row_index >= self.last_row_index:
-            return len(self.places)
-        place = np.uint32(row_index - self.entry.shuffle_begin)  # Of any other type, all places would be cast to it.
-        return int(np.searchsorted(self.places, place, side="right"))
+            return len(self.row_offsets)
+        # If it were of another type, numpy would first cast all offsets to that type.
+        offset = np.uint32(row_index - self.entry.shuffle_begin)
+        return int(np.searchsorted(self.row_offsets, offset, side="right"))
 
     def row_index_at(self, row: int) -> ShuffleIndex:
-        assert self.places is not None
-        return ShuffleIndex(self.entry.shuffle_begin + int(self.places[row]))
+        assert self.row_offsets is not None
+        return ShuffleIndex(self.entry.shuffle_begin + int(self.row_offsets[row]))
 
     def commit(self, row_index: int) -> int:
-        """Rows up to ``row_index`` are committed: how many of them were not before. Memory goes with the last one."""
+        """Rows up to ``row_index`` are committed. Returns how many of them were not before. The window frees the part
+        after its last row."""
         before = self.begin
         self.begin = max(self.begin, self.row_after(row_index))
         return self.begin - before
@@ -107,7 +121,7 @@ class EntryPart:
 
     def free(self) -> None:
         self.batch = None
-        self.places = None
+        self.row_offsets = None
 
 
 class WindowEntry:
@@ -149,28 +163,30 @@ class WindowEntry:
         self.dead_letters = dead_letters
         """Input rows that ``map`` refused, to be set aside in the transaction that advances the state past them."""
         self.ingested_us = ingested_us
-        """When this instance took the batch in: microseconds since 1970, UTC."""
+        """The time at which this instance ingested the batch, in microseconds since 1970, UTC."""
         self.front_before = front_before
+        """The mapper's clock at the begin of the entry: no row from there on is below this. None if there is no
+        clock."""
         self.front = front
-        """The mapper's clock at the begin and at the end: no row after those places is below them."""
+        """The mapper's clock at the end of the entry: no row after it is below this. None if there is no clock."""
         self.parts: dict[ReducerIndex, EntryPart] = {}
-        """Those that still hold rows."""
+        """The parts that still hold rows, by reducer."""
         self.pointer_count = 0
-        """The bucket pointer count: buckets whose first uncommitted row is in this entry."""
+        """The bucket pointer count: the number of buckets whose first uncommitted row is in this entry."""
 
-    def add_part(self, reducer_index: ReducerIndex, batch: pa.RecordBatch, places: Places) -> EntryPart:
-        part = EntryPart(self, reducer_index, batch, places)
+    def add_part(self, reducer_index: ReducerIndex, batch: pa.RecordBatch, row_offsets: RowOffsets) -> EntryPart:
+        part = EntryPart(self, reducer_index, batch, row_offsets)
         self.parts[reducer_index] = part
         return part
 
     def happens(self, event: str) -> None:
-        """Move on in the life of an entry, which ``entry_life`` describes; what it does not know of is a bug."""
+        """Move the entry to its next state (``entry_life``); an event that the table does not allow is a bug."""
         self.life = after(self.life, event)
 
     @property
     def overhead_bytes(self) -> int:
-        letters = 0 if self.dead_letters is None else int(self.dead_letters.get_total_buffer_size())
-        return ENTRY_OVERHEAD_BYTES + letters
+        dead_letter_bytes = 0 if self.dead_letters is None else int(self.dead_letters.get_total_buffer_size())
+        return ENTRY_OVERHEAD_BYTES + dead_letter_bytes
 
     @property
     def nbytes(self) -> int:
@@ -178,12 +194,15 @@ class WindowEntry:
 
     @property
     def is_bare(self) -> bool:
-        """Nothing but positions: all rows were filtered away, or committed before they were mapped again."""
+        """Whether the entry has nothing but positions: all rows were filtered away, or committed before they were
+        mapped again."""
         return not self.parts and self.dead_letters is None
 
 
 @dataclass(frozen=True, slots=True)
 class WindowSize:
+    """What the window holds at one time."""
+
     entries: int
     rows: int
     nbytes: int
@@ -211,8 +230,8 @@ class Window:
             last = self._entries[-1]
             assert (last.input_end, last.shuffle_end) == (entry.input_begin, entry.shuffle_begin)
             if entry.is_bare:
-                # It has nothing to wait for but the entry before it, so it becomes a longer range of that one. Without
-                # this, a stretch of rows that all get filtered would fill the window with entries of no rows.
+                # It has nothing to wait for but the entry before it, so its range is added to that one. Without this, a
+                # stretch of rows that are all filtered away would fill the window with entries without rows.
                 last.input_end, last.shuffle_end = entry.input_end, entry.shuffle_end
                 last.token_after = entry.token_after
                 last.front = entry.front
@@ -224,11 +243,12 @@ class Window:
         self.rows += sum(part.rows for part in entry.parts.values())
 
     def commit(self, part: EntryPart, row_index: int) -> int:
-        """Pass ``row_index`` on to ``part``, and free it if that was the last of its rows. The rows newly committed."""
+        """The rows of ``part`` up to ``row_index`` are committed: free it if none is left. Returns how many rows were
+        newly committed."""
         return self._free_up_to(part, row_index, COMMIT)
 
     def spill(self, part: EntryPart) -> int:
-        """Free ``part``, whose rows are in the spill now. How many they were."""
+        """Free ``part``, whose rows are in the spill now. Returns how many they were."""
         return self._free_up_to(part, part.last_row_index, SPILL)
 
     def _free_up_to(self, part: EntryPart, row_index: int, event: str) -> int:

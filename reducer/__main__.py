@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from shuffle.support.process_memory import keep_freed, keep_small, share_freed
 
 SPARE_BYTES = 64 << 20
-"""As much as one batch for ``reduce`` may have, by default."""
+"""The bytes of freed memory that the process keeps: as much as one batch for ``reduce`` may have, by default."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from shuffle.support import crash_points
 
 
 class Committer:
-    """Reads and moves the row of one reducer."""
+    """Reads the row of one reducer in the store, and commits batches together with its new row."""
 
     def __init__(self, client: StateClient, table: str, index: ReducerIndex, mapper_count: int) -> None:
         self._client = client
@@ -20,7 +20,8 @@ class Committer:
         self._index = index
         self._mapper_count = mapper_count
         self._row_is_there = False
-        """As last seen. A reducer that has committed nothing has no row, and to the store that is not an empty one."""
+        """Whether the reducer has a row in the store, as far as is known. One that has committed nothing has none, and
+        for the store's comparison an absent row is not the same as an initial one."""
 
     def read_state(self) -> ReducerState:
         rows = self._client.lookup(self._table, ReducerState.key(self._index))
@@ -31,7 +32,7 @@ class Committer:
         """Commit a batch, or raise; after any error the persisted row decides what became of it (``core.settle``).
 
         1. Take the user's transaction, or begin one.
-        2. Name the row that the batch expects: the store compares it with its own when it commits, in the same step.
+        2. Name the row that the batch expects: the store compares it with its own, in the same step as it commits.
         3. Write the new row.
         4. Commit. CommitUnknown: perhaps it happened; it is never sent again, because only the persisted row can tell.
         5. CommitConflict: nothing happened. Read the row. If it is not the one the batch expects, another instance is
@@ -49,26 +50,27 @@ class Committer:
             try:
                 transaction.commit()  # 4
             except CommitConflict as error:
-                found = self.read_state()  # 5
-                if found != batch.expected:
-                    raise SplitBrain(_describe(self._index, batch, found), reducer=self._index) from error
+                persisted = self.read_state()  # 5
+                if persisted != batch.expected:
+                    raise SplitBrain(_describe(self._index, batch, persisted), reducer=self._index) from error
                 raise
             crash_points.reach("reducer.after_commit")
         self._row_is_there = True
 
 
-def _describe(index: ReducerIndex, batch: ReduceBatch, found: ReducerState) -> str:
+def _describe(index: ReducerIndex, batch: ReduceBatch, persisted: ReducerState) -> str:
+    """How the persisted row differs from the one that ``batch`` expects."""
     expected = batch.expected.committed_row_indices
-    if found.generation != batch.expected.generation:
+    if persisted.generation != batch.expected.generation:
         return (
             f"reducer {index} expected to be of generation {batch.expected.generation}, and the store says "
-            f"{found.generation}"
+            f"{persisted.generation}"
         )
-    differing = [i for i, (a, b) in enumerate(zip(expected, found.committed_row_indices, strict=True)) if a != b]
+    differing = [i for i, (a, b) in enumerate(zip(expected, persisted.committed_row_indices, strict=True)) if a != b]
     if not differing:
         return f"reducer {index} found the indexes that it expected with other fronts in the store"
     first = differing[0]
     return (
         f"reducer {index} expected to have committed mapper {first} up to {expected[first]}, and the store says "
-        f"{found.committed_row_indices[first]} ({len(differing)} of {len(expected)} mappers differ)"
+        f"{persisted.committed_row_indices[first]} ({len(differing)} of {len(expected)} mappers differ)"
     )

@@ -1,7 +1,7 @@
-"""Flight clients of a reducer: one for each address, used by all fetchers that ask a mapper there.
+"""Flight clients of a reducer: one for each address, used by all fetchers of mappers at that address.
 
-A process may host several mappers, and they are asked over one connection, each on an exchange of its own: an answer
-that is slow to come, or to be read, keeps nobody else waiting.
+A process may host several mappers. Their requests share one connection, and each mapper has an exchange of its own on
+it, so that a response that is slow to come, or to be read, does not delay the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shuffle.support import flight
 
 @dataclass(slots=True, eq=False)
 class SharedClient:
-    """A Flight client, and how many use it."""
+    """A Flight client, and the number of fetchers that use it."""
 
     address: str
     client: Any
@@ -33,15 +33,15 @@ class ClientPool:
 
     def take(self, address: str) -> SharedClient:
         with self._lock:
-            found = self._shared.get(address)
-            if found is None:
-                found = self._shared[address] = SharedClient(address, self._connect(address))
-            found.users += 1
-            return found
+            shared = self._shared.get(address)
+            if shared is None:
+                shared = self._shared[address] = SharedClient(address, self._connect(address))
+            shared.users += 1
+            return shared
 
     def give_back(self, shared: SharedClient, is_broken: bool = False) -> None:
-        """The client is closed when nobody uses it any more. After one that ``is_broken`` the next to come gets a new
-        one: a channel that has failed waits before it tries again, longer than its users would."""
+        """Stop using a client. It is closed when nobody uses it any more. If it ``is_broken``, the next caller of
+        ``take`` gets a new one: gRPC's back-off on a channel that has failed is longer than that of a fetcher."""
         with self._lock:
             shared.users -= 1
             is_unused = shared.users == 0

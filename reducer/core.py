@@ -4,18 +4,19 @@ Rows go through it in one direction:
 
     fetch_plan -> fetched -> [queued] -> take -> [in flight: reduced, then committed] -> committed
 
-- *committed* is what the store is known to hold; mappers are told nothing else, because they forget rows upon it.
+- *committed* is what the store is known to hold. Requests to mappers call nothing else committed, because mappers free
+  the rows that a request calls committed.
 - *cursor* is the last shuffle index fetched, per mapper; it runs ahead of committed.
 - *queued* are the batches that were fetched and are not yet part of a batch to reduce. They are bounded in bytes, for
   each mapper apart, so that a fast mapper cannot take the room of the others.
 - *in flight* is the one batch that is being reduced or committed, from ``take`` until ``committed``. There is never a
-  second one: it would read the state that the first has not written yet, and lose the race against it.
+  second one: it would read the state that the first has not written yet, and its commit would be a conflict.
 
-A method whose name is a past participle (``fetched``, ``committed``) is told that something has happened and takes note
-of it; the others ask for something to be done or known.
+A method whose name is a past participle (``fetched``, ``committed``) records that something has happened; the others
+return something or change something.
 
-An *epoch* is the time between two restarts. A restart drops everything but the persisted state, and answers to requests
-of an earlier epoch are ignored: that is the only kind of staleness there is, and it is one integer.
+An *epoch* is the time between two restarts. A restart drops everything but the persisted state, and responses to
+requests of an earlier epoch are ignored: there is no other form of staleness, and it is one integer.
 
 A batch whose commit did not happen is reduced again with the same rows (``rerun``). A batch that was superseded in this
 way, or by a restart, is not ``current`` any more.
@@ -36,11 +37,12 @@ from shuffle.ids import MapperIndex, ShuffleIndex
 from shuffle.messages import Tail
 
 SETTLING_WAIT_MS = 250
-"""The long poll while rows of that mapper are still on their way to a commit, which it hears of with the next request.
-A mapper that cannot read on before it hears of it answers sooner by itself."""
+"""The longest wait of a request, in milliseconds, while rows of that mapper are still on their way to a commit: the
+mapper learns of the commit with the next request. A mapper whose window is full responds sooner by itself."""
 
 _CHUNK_ROWS_SMALL = 4096
-"""Below this average, the rows are copied into one chunk: user code pays for each chunk in each of its kernels."""
+"""The average number of rows in a chunk below which all are copied into one chunk: user code pays for each chunk in
+each of its kernels."""
 
 
 class Settled(Enum):
@@ -53,7 +55,7 @@ class Settled(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """How much is fetched ahead, and how much is reduced at once."""
+    """The limits on what is requested and fetched ahead, and on what is reduced at once."""
 
     fetch_rows_max: int
     fetch_bytes_max: int
@@ -61,14 +63,16 @@ class FetchLimits:
     batch_rows_max: int
     batch_bytes_max: int
     queued_bytes_max: int
-    """Fetched and not yet taken, over all mappers; each may exceed its share by one answer."""
+    """The most bytes of rows that are fetched and not yet taken, over all mappers. Each mapper may exceed its share by
+    one response."""
     enough_bytes: int | None = None
-    """Fetched, over all mappers: it is not worth waiting for more. By default half of ``batch_bytes_max``."""
+    """The bytes of fetched rows, over all mappers, from which on it is not worth waiting for more. By default half of
+    ``batch_bytes_max``."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """What to ask one mapper for, next."""
+    """The next request to one mapper."""
 
     mapper_index: MapperIndex
     epoch: int
@@ -78,21 +82,23 @@ class FetchPlan:
     max_bytes: int
     wait_ms: int
     generation: int = 0
-    """Of the processor, as the reducer's row says."""
+    """The generation of the processor, as the reducer's row in the store says."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedBatch:
-    """One record batch of one mapper: the unit that is never divided, because only its end has a known index."""
+    """One record batch of one mapper. It is never divided, because only the index of its last row is known."""
 
     mapper_index: MapperIndex
     from_row_index: ShuffleIndex
-    """The index before its first row (of this reducer's rows; indexes have gaps where other reducers' rows are)."""
+    """The cursor before its first row: a shuffle index below that of the first row. (Indexes have gaps, where other
+    reducers' rows are.)"""
     last_row_index: ShuffleIndex
     batch: pa.RecordBatch
     size_bytes: int
     front: int | None = None
-    """What the mapper promised behind it: no later row is below this value of its clock."""
+    """The promise of the mapper behind this batch: no later row is below this value of its clock. None if there is no
+    promise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +106,15 @@ class ReduceBatch:
     """What is reduced and committed at once: batches of all mappers, and the positions before and after them."""
 
     number: int
+    """The number of the batch, counted from 1 in the life of this instance."""
     epoch: int
     attempt: int
+    """The number of the attempt at reducing and committing these rows, counted from 1."""
     parts: tuple[FetchedBatch, ...] = field(repr=False)
     expected: ReducerState
+    """The reducer's row that the store must hold when the batch is committed."""
     new: ReducerState
+    """The reducer's row that the commit of the batch writes."""
     row_count: int
     size_bytes: int
 
@@ -116,7 +126,7 @@ class ReduceBatch:
         return table
 
     def origin(self, row: int) -> tuple[FetchedBatch, int]:
-        """The part that row number ``row`` of the rowset came in, and its place there."""
+        """The part that row number ``row`` of the rowset came in, and its number in that part."""
         for part in self.parts:
             if row < part.batch.num_rows:
                 return part, row
@@ -125,15 +135,15 @@ class ReduceBatch:
 
     def ranges(self) -> list[tuple[MapperIndex, ShuffleIndex, ShuffleIndex]]:
         """(mapper, first, last): no row of this batch lies outside of these shuffle indexes."""
-        found: dict[MapperIndex, tuple[ShuffleIndex, ShuffleIndex]] = {}
+        ranges: dict[MapperIndex, tuple[ShuffleIndex, ShuffleIndex]] = {}
         for part in self.parts:
-            first, _ = found.get(part.mapper_index, (ShuffleIndex(part.from_row_index + 1), None))
-            found[part.mapper_index] = (first, part.last_row_index)
-        return [(mapper_index, first, last) for mapper_index, (first, last) in found.items()]
+            first, _ = ranges.get(part.mapper_index, (ShuffleIndex(part.from_row_index + 1), None))
+            ranges[part.mapper_index] = (first, part.last_row_index)
+        return [(mapper_index, first, last) for mapper_index, (first, last) in ranges.items()]
 
 
 class ReducerCore:
-    """See the module's text. The caller serialises all calls."""
+    """The state of one reducer instance (see the module's text). The caller serialises all calls."""
 
     def __init__(self, mapper_count: int, limits: FetchLimits) -> None:
         self.mapper_count = mapper_count
@@ -149,9 +159,9 @@ class ReducerCore:
         self.committed_state = state
         self._cursors = list(state.committed_row_indices)
         self._complete = list(state.committed_row_indices)
-        """Per mapper: up to this shuffle index there is no row of this reducer but those that were fetched."""
+        """For each mapper, the shuffle index up to which all rows of this reducer have been fetched."""
         self._fronts = [state.front(MapperIndex(index)) for index in range(self.mapper_count)]
-        """Per mapper: what it promised last, ahead of what the batch in flight will make durable."""
+        """For each mapper, the last front that it promised, ahead of the one that the batch in flight makes durable."""
         self._queued: list[deque[FetchedBatch]] = [deque() for _ in range(self.mapper_count)]
         self._queued_bytes = [0] * self.mapper_count
         self._in_flight: ReduceBatch | None = None
@@ -168,7 +178,8 @@ class ReducerCore:
         self._reset(persisted)
 
     def agrees(self, persisted: ReducerState) -> bool:
-        """Whether ``persisted`` can be the work of this instance alone: committed, or a commit still in flight."""
+        """Whether this instance alone can have written ``persisted``: it is what was committed last, or what the batch
+        in flight writes."""
         in_flight = self._in_flight
         return persisted == self.committed_state or (in_flight is not None and persisted == in_flight.new)
 
@@ -178,15 +189,15 @@ class ReducerCore:
         return self._cursors[mapper_index]
 
     def complete_up_to(self, mapper_index: MapperIndex) -> ShuffleIndex:
-        """Every row of this reducer up to this shuffle index has been fetched."""
+        """The shuffle index up to which every row of this reducer has been fetched."""
         return self._complete[mapper_index]
 
     def front(self, mapper_index: MapperIndex) -> int | None:
-        """No row that is fetched from now on is below this value of the mapper's clock; None: nothing is known."""
+        """The value of the mapper's clock below which no row is that is fetched from now on; None if none is known."""
         return self._fronts[mapper_index]
 
     def fetch_plan(self, mapper_index: MapperIndex) -> FetchPlan | None:
-        """The next request to this mapper, or None while its share of the memory is taken."""
+        """The next request to this mapper, or None while its share of the memory is used up."""
         room_bytes = self._share_bytes - self._queued_bytes[mapper_index]
         if room_bytes <= 0:
             return None
@@ -206,26 +217,26 @@ class ReducerCore:
     def fetched(
         self, plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]], tails: Sequence[Tail] = ()
     ) -> int:
-        """Queue an answer: its batches, each with the shuffle index of its last row, and the tails. Returns the rows
-        queued.
+        """Queue a response: its batches, each with the shuffle index of its last row, and the tails. Returns the number
+        of rows queued.
 
-        An answer of an abandoned epoch, or one that does not continue at the cursor, changes nothing.
+        A response to a request of an earlier epoch, or one that does not continue at the cursor, changes nothing.
         """
         mapper_index = plan.mapper_index
         if plan.epoch != self.epoch or plan.from_row_index != self._cursors[mapper_index]:
             return 0
         parts = _parts(plan, batches, tails)
         if tails:
-            self._believe(plan, tails[-1])
+            self._apply_tail(plan, tails[-1])
         for part in parts:
             self._queued[mapper_index].append(part)
             self._queued_bytes[mapper_index] += part.size_bytes
             self._cursors[mapper_index] = part.last_row_index
         return sum(part.batch.num_rows for part in parts)
 
-    def _believe(self, plan: FetchPlan, tail: Tail) -> None:
-        """Take over what the mapper promises behind an answer. What it has promised before stays true: an instance that
-        was started since may not be that far again."""
+    def _apply_tail(self, plan: FetchPlan, tail: Tail) -> None:
+        """Take over what the mapper promises behind a response. An earlier promise that goes further stays true: the
+        mapper may have been restarted, and not be that far again."""
         mapper_index = plan.mapper_index
         if tail.generation != plan.generation:
             raise ShuffleError(
@@ -249,7 +260,8 @@ class ReducerCore:
 
     @property
     def has_enough(self) -> bool:
-        """Whether it is no use to wait for more rows: there are many, or they cannot come, or must not come first."""
+        """Whether it is no use to wait for more rows: there are many, or a mapper's share of the memory is full so that
+        none can come from it, or a batch has to be reduced again before others."""
         limits = self.limits
         enough_bytes = limits.batch_bytes_max // 2 if limits.enough_bytes is None else limits.enough_bytes
         many = self.queued_bytes >= enough_bytes or self.queued_rows >= limits.batch_rows_max // 2
@@ -268,7 +280,7 @@ class ReducerCore:
         if not parts:
             return None
         expected = self.committed_state
-        # Of exactly these parts: what was promised behind those that are still queued is not true before them.
+        # The fronts of exactly these parts: what was promised behind parts that are still queued does not hold here.
         fronts = {part.mapper_index: part.front for part in parts if part.front is not None}
         self._batches_made += 1
         self._in_flight = ReduceBatch(
@@ -314,11 +326,11 @@ class ReducerCore:
     # -- commit -------------------------------------------------------------------------------------------------------
 
     def is_current(self, batch: ReduceBatch) -> bool:
-        """Whether the result of reducing ``batch`` is still wanted."""
+        """Whether the result of reducing ``batch`` can still be committed."""
         return batch is self._in_flight and not self._to_rerun
 
     def committed(self, batch: ReduceBatch) -> None:
-        """The store has acknowledged ``batch``, or its row says that it holds it."""
+        """The store has acknowledged the commit of ``batch``, or the reducer's row shows that it has happened."""
         self._check_in_flight(batch)
         self._in_flight, self._to_rerun = None, False
         self.committed_state = batch.new
@@ -336,7 +348,7 @@ class ReducerCore:
         - It is the row the batch expects: the commit has not happened. It may still arrive late; but it and the second
           attempt both require the expected row and both change it, so at most one of them applies, and if it is the
           late one, the second attempt ends here again and finds the first case.
-        - Anything else: another instance is alive. Start again from what it left.
+        - Anything else: another instance is alive. Start again from the state that it has written.
         """
         if persisted == batch.new:
             self.committed(batch)
@@ -364,7 +376,7 @@ def _parts(
     for at, (batch, last) in enumerate(batches):
         if batch.num_rows == 0:
             continue
-        # Every row has an index of its own above the one before, so a batch needs at least as many as it has rows.
+        # Every row has an index of its own above the one before, so a batch spans at least as many indexes as rows.
         if last < before + batch.num_rows:
             raise ShuffleError(
                 f"mapper {plan.mapper_index} answered {batch.num_rows} rows after shuffle index {before} that end at "

@@ -1,9 +1,9 @@
-"""One reducer as a running thing: threads around the core, and what happens when the world does not cooperate.
+"""One reducer as a process: the threads around the core, and what it does when the store or a mapper fails.
 
     fetch (a thread for each mapper) -> process (user code), then commit (one thread)
 
-Fetching runs ahead. Process and commit take turns, and so they share a thread: a transaction that reads before its
-predecessor is committed would read the state of the day before, lose the race against it, and be run again (``cycle``).
+Fetching runs ahead. Process and commit take turns, and so they share a thread: a transaction that reads before the one
+before it is committed would read an outdated state, conflict with it, and be run again (``cycle``).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from shuffle.preflight.check import check_against_store
 from shuffle.reducer.commit import Committer
 from shuffle.reducer.connections import ClientPool
 from shuffle.reducer.core import FetchLimits, ReducerCore
-from shuffle.reducer.cycle import ReduceCycle, Surroundings
+from shuffle.reducer.cycle import CycleEnvironment, ReduceCycle
 from shuffle.reducer.fetch import Fetcher, RowLocator
 from shuffle.reducer.reduce import ReduceStage
-from shuffle.reducer.row_cache import KnownRows
+from shuffle.reducer.row_cache import CommittedRowCache
 from shuffle.reducer.shared_core import SharedCore
 from shuffle.spec.config import ProcessorSpec
 from shuffle.statestore import StateClient
@@ -46,12 +46,14 @@ from shuffle.user_code.create import create
 from shuffle.user_code.load import load_class
 
 STOP_S_MAX = 10.0
-"""For the reduce and the commit that are under way when the reducer is told to stop; then it leaves without them."""
+"""The seconds that a reducer which is to stop waits for the reduce and the commit that are under way; then it ends
+without them."""
 
 WINDOWS_WAITING = 4
-"""Of a reducer's share of all windows, the part that it may let add up: a quarter."""
+"""A reducer lets rows add up to its share of all mappers' windows, divided by this number."""
 
 _STOP_CHECK_S = 0.2
+"""The seconds between two checks of the event that stops the reducer."""
 
 T = TypeVar("T")
 
@@ -59,7 +61,7 @@ _log = get_logger(__name__)
 
 
 def run(spec: ProcessorSpec, index: int, *, stop: threading.Event | None = None) -> int:
-    """Run one reducer until ``stop`` is set or user code fails. The exit code; errors are told on stderr."""
+    """Run one reducer until ``stop`` is set or user code fails. Returns the exit code; errors are printed to stderr."""
     stop = stop or threading.Event()
     backoff = Backoff(spec.reducer.backoff_ms, spec.reducer.backoff_ms_max)
     try:
@@ -67,7 +69,7 @@ def run(spec: ProcessorSpec, index: int, *, stop: threading.Event | None = None)
         if client is None:
             return 0
         with client:
-            mapper_count = _patiently(lambda: _checked(spec, client), "the state store", backoff, stop)
+            mapper_count = _patiently(lambda: _check(spec, client), "the state store", backoff, stop)
             if mapper_count is not None:
                 ReducerDaemon(spec, index, client, mapper_count).run(stop)
             return 0
@@ -75,20 +77,20 @@ def run(spec: ProcessorSpec, index: int, *, stop: threading.Event | None = None)
         return report(error)
 
 
-def _checked(spec: ProcessorSpec, client: StateClient) -> int:
-    """The number of mappers, of a spec that fits the store and a processor that no Spark query reads."""
+def _check(spec: ProcessorSpec, client: StateClient) -> int:
+    """Check that the spec fits the store and that no Spark query reads the processor; the number of mappers."""
     mapper_count = check_against_store(spec, client)
     refuse_beside_query(client, spec.processor)
     return mapper_count
 
 
-def _patiently(ask: Callable[[], T], whom: str, backoff: Backoff, stop: threading.Event) -> T | None:
-    """Ask until there is an answer, or None when stopped: a store that is being restarted is no reason to die."""
+def _patiently(call: Callable[[], T], peer: str, backoff: Backoff, stop: threading.Event) -> T | None:
+    """Call until there is a result, or None when stopped: a store that is being restarted is no reason to end."""
 
-    def say(error: ShuffleError, wait_s: float) -> None:
-        _log.warning(f"waiting for {whom}", error=error, wait_s=round(wait_s, 3))
+    def log_wait(error: ShuffleError, wait_s: float) -> None:
+        _log.warning(f"waiting for {peer}", error=error, wait_s=round(wait_s, 3))
 
-    return patiently(ask, backoff, stop, say)
+    return patiently(call, backoff, stop, log_wait)
 
 
 class ReducerDaemon:
@@ -110,14 +112,14 @@ class ReducerDaemon:
         self._committer = Committer(client, spec.reducers_table, self.index, mapper_count)
         self._core = ReducerCore(mapper_count, limits_of(spec, mapper_count))
         self._shared = SharedCore(self._core)
-        self._known = KnownRows()
+        self._row_cache = CommittedRowCache()
         self._split_brains = self._backoff()
 
     def _backoff(self) -> Backoff:
         return Backoff(self._spec.reducer.backoff_ms, self._spec.reducer.backoff_ms_max)
 
     def run(self, stop: threading.Event) -> None:
-        """Until ``stop`` is set; raises what made it impossible to go on."""
+        """Run until ``stop`` is set; raises the error after which the reducer cannot go on."""
         spec = self._spec
         persisted = _patiently(self._committer.read_state, "the state store", self._backoff(), stop)
         if persisted is None:
@@ -127,8 +129,8 @@ class ReducerDaemon:
         with ExitStack() as stack:
             attributes = {"index": str(self.index)}
             if self._metrics_port is not None:
-                served = serve_metrics(self.metrics.registry, self._shared.fail, port=self._metrics_port)
-                attributes["metrics"] = stack.enter_context(served).address
+                metrics_server = serve_metrics(self.metrics.registry, self._shared.fail, port=self._metrics_port)
+                attributes["metrics"] = stack.enter_context(metrics_server).address
             group, ttl_ms = reducers_group(spec.processor), spec.lease_ttl_ms
             stack.enter_context(Membership(self._client, group, self.guid, attributes, ttl_ms, self._shared.fail))
             directory = MapperDirectory(self._client, spec.processor, self._shared.fail)
@@ -167,7 +169,7 @@ class ReducerDaemon:
         shared.stop()
         process.join(STOP_S_MAX)
         if process.is_alive():
-            # Whatever it does now, the positions tell the next instance whether it was committed.
+            # Whatever it does now, the reducer's row shows the next instance whether it was committed.
             _log.warning("left without waiting any longer", stage=process.name, waited_s=STOP_S_MAX)
         directory.close()  # Also wakes the fetchers that wait for a mapper.
         wait_s = self._spec.reducer.fetch_wait_ms / 1000 + 1.0
@@ -180,8 +182,8 @@ class ReducerDaemon:
         worker = WorkerSpec(
             spec.processor, self.index, self.guid, self._mapper_count, spec.reducer.count, spec.max_parallelism
         )
-        # What goes through here is remembered between commits (see ``row_cache``).
-        state = self._client.with_row_cache(self._known)
+        # Rows that are read or written through this client are cached between commits (see ``row_cache``).
+        state = self._client.with_row_cache(self._row_cache)
         reducer: Reducer = create(load_class(spec, "reducer"), "reducer", spec.reducer.config, worker, state)
         return ReduceStage(
             reducer,
@@ -191,20 +193,20 @@ class ReducerDaemon:
             on_error=spec.reducer.on_error,
             dead_letter_queue=spec.reducer.dead_letter_queue,
             locate=RowLocator(self.index, self._shared, directory),
-            forget=self._known.forget,
+            forget=self._row_cache.forget,
         )
 
     def _cycle(self, stage: ReduceStage) -> ReduceCycle:
-        surroundings = Surroundings(
+        environment = CycleEnvironment(
             metrics=self.metrics,
             backoff=self._backoff,
             clock=time.monotonic,
             sleep=self._shared.sleep,
-            on_wait=_tell_of_wait,
-            forget=self._known.forget,
+            on_wait=_log_wait,
+            forget=self._row_cache.forget,
         )
         return ReduceCycle(
-            stage, self._committer, self._shared, surroundings, processor=self._spec.processor, index=self.index
+            stage, self._committer, self._shared, environment, processor=self._spec.processor, index=self.index
         )
 
     # -- process ------------------------------------------------------------------------------------------------------
@@ -228,11 +230,12 @@ class ReducerDaemon:
             _log.warning("state not read", error=error)
             return
         if persisted is not None:
-            self._known.forget()
+            self._row_cache.forget()
             self._split_brain("a mapper was told of commits that this instance did not make", wait=False)
 
     def _split_brain(self, evidence: str, wait: bool = True) -> None:
-        """Say so plainly, and leave the field to the other instance for a while: both would be exact, but slow."""
+        """Log that another instance is alive, and wait, so that it can go on: with both at work the result would be
+        right, but their conflicts would make both slow."""
         self.metrics.split_brains.inc()
         self.metrics.restarts.inc()
         wait_s = self._split_brains.next_s()
@@ -248,8 +251,8 @@ class ReducerDaemon:
             self._shared.sleep(wait_s)
 
 
-def _tell_of_wait(error: Exception, waited_s: float) -> None:
-    """A reducer process waits for the store until it is stopped."""
+def _log_wait(error: Exception, waited_s: float) -> None:
+    """Log the wait, and never raise: a reducer process waits for the store until it is stopped."""
     _log.warning("the store could not be used, trying again", error=error, waited_s=round(waited_s, 3))
 
 
@@ -262,8 +265,8 @@ def limits_of(spec: ProcessorSpec, mapper_count: int) -> FetchLimits:
         fetch_wait_ms=reducer.fetch_wait_ms,
         batch_rows_max=reducer.batch_rows_max,
         batch_bytes_max=reducer.batch_bytes_max,
-        # One batch being made ready while another one is reduced.
+        # Room for one batch that is fetched while another one is reduced.
         queued_bytes_max=2 * reducer.batch_bytes_max,
-        # What waits here stays in the mappers' windows, too, and a mapper without room stands still.
+        # Rows that wait here stay in the mappers' windows, too, and a mapper whose window is full reads no more.
         enough_bytes=min(reducer.batch_bytes_max // 2, windows_bytes // WINDOWS_WAITING),
     )

@@ -20,13 +20,13 @@ from shuffle.support.shared_memory import MemoryReader, NotShared, machine
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a mapper has responded to one GetRows."""
+class RowsResponse:
+    """The response of a mapper to one GetRows."""
 
     batches: list[tuple[pa.RecordBatch, ShuffleIndex]] = field(default_factory=list)
-    """Each with the shuffle index of its last row."""
+    """The record batches, each with the shuffle index of its last row."""
     tails: list[Tail] = field(default_factory=list)
-    """Of each batch; of a response without rows, the one that it has."""
+    """The tails of the batches; a response without rows has a single one."""
 
     def add(self, batch: pa.RecordBatch, tail: Tail) -> None:
         self.batches.append((batch, tail.last_row_index))
@@ -34,43 +34,44 @@ class Answer:
 
 
 STREAM_S_MAX = 5.0
-"""An exchange is asked no more when it is this old. Flight bounds an exchange as a whole and not each answer, so this
-is what keeps the wait for a single one bounded."""
+"""The seconds after which an exchange is used for no further request. Flight's timeout is for an exchange as a whole
+and not for each response, so this bounds the wait for a single response."""
 
 _log = get_logger(__name__)
 
 
 class RowStream:
-    """Asks one mapper. Opens an exchange when there is none; one that broke is left, and the next question has another.
+    """Sends requests to one mapper. Opens an exchange when there is none; after an error the exchange is closed, and
+    the next request opens another.
 
-    Used by one thread.
+    It is used by one thread.
     """
 
     def __init__(self, client: Any, who: str, share_memory: bool = True) -> None:
         self._client = client
         self._who = who
         self._machine = machine() if share_memory else None
-        """Told to the mapper, until it turns out to be of no use."""
+        """The id of this machine, which requests name to offer shared memory; None if it cannot be used."""
         self._memory = MemoryReader()
         self._writer: Any = None
         self._reader: Any = None
         self._opened_s = 0.0
 
-    def get_rows(self, request: GetRows, timeout_s: float) -> Answer:
-        """One GetRows. The answer comes within ``timeout_s`` and ``STREAM_S_MAX``, or there is an error."""
+    def get_rows(self, request: GetRows, timeout_s: float) -> RowsResponse:
+        """One GetRows. The response comes within ``timeout_s`` and ``STREAM_S_MAX`` together, or there is an error."""
         try:
             with flight.typed_errors(self._who):
                 self._open(timeout_s)
-                answer = self._ask(request)
+                response = self._call(request)
         except StopIteration:
             self.close()
             raise StoreUnavailable(f"{self._who} ended the exchange without an answer", address=self._who) from None
         except BaseException:
             self.close()
             raise
-        if isinstance(answer, ShuffleError):
-            raise answer
-        return answer
+        if isinstance(response, ShuffleError):
+            raise response
+        return response
 
     def _open(self, timeout_s: float) -> None:
         if self._writer is not None and time.monotonic() - self._opened_s < STREAM_S_MAX:
@@ -82,62 +83,65 @@ class RowStream:
         self._opened_s = time.monotonic()
         self._writer.begin(_NO_COLUMNS)
 
-    def _ask(self, request: GetRows) -> Answer | ShuffleError:
+    def _call(self, request: GetRows) -> RowsResponse | ShuffleError:
+        """Send ``request`` and read the response; send it again without an offer of shared memory if that fails."""
         try:
             self._writer.write_metadata(replace(request, machine=self._machine).encode())
-            return self._answer(request)
+            return self._read_response(request)
         except NotShared as error:
             _log.info("rows of this mapper come over the wire, though it is on this machine", reason=str(error))
             self._machine = None
             self._writer.write_metadata(request.encode())
         try:
-            return self._answer(request)
+            return self._read_response(request)
         except NotShared as error:
             raise ShuffleError(f"{self._who} tells of shared memory that it was not asked for: {error}") from error
 
-    def _answer(self, request: GetRows) -> Answer | ShuffleError:
-        """The batches, or the error that the mapper answered: the exchange goes on after either."""
-        answer = Answer()
+    def _read_response(self, request: GetRows) -> RowsResponse | ShuffleError:
+        """The batches, or the error that the mapper sent: the exchange goes on after either."""
+        response = RowsResponse()
         size_bytes = 0
         while True:
             chunk = self._reader.read_chunk()
-            told = b"" if chunk.app_metadata is None else bytes(chunk.app_metadata)
+            metadata = b"" if chunk.app_metadata is None else bytes(chunk.app_metadata)
             if chunk.data is None or chunk.data.num_rows == 0:
-                if told == STREAM_OVER:
+                if metadata == STREAM_OVER:
                     self.close()
-                elif told.startswith(b"{"):
-                    return from_wire(told.decode("utf-8", "replace"))
-                elif told.startswith(SHARED_ROWS):
-                    return self._shared(SharedRows.decode(told), request)
-                elif told.startswith(TAIL):
-                    answer.tails.append(Tail.decode(told))
+                elif metadata.startswith(b"{"):
+                    return from_wire(metadata.decode("utf-8", "replace"))
+                elif metadata.startswith(SHARED_ROWS):
+                    return self._read_shared(SharedRows.decode(metadata), request)
+                elif metadata.startswith(TAIL):
+                    response.tails.append(Tail.decode(metadata))
                 else:
                     raise ShuffleError(f"{self._who} gave an answer that is none: is it a mapper of this version?")
-                return answer
-            if not told:
+                return response
+            if not metadata:
                 raise ShuffleError(
                     f"{self._who} sent rows without their shuffle index: is it a mapper of this version?"
                 )
             validate_offsets(chunk.data)
-            tail = Tail.decode(told)
+            tail = Tail.decode(metadata)
             size_bytes += chunk.data.nbytes
             if size_bytes > request.max_bytes + BATCH_BYTES_MAX:
                 raise TooLarge(f"{self._who} sent more than {size_bytes} bytes, and {request.max_bytes} were asked for")
-            answer.add(chunk.data, tail)
+            response.add(chunk.data, tail)
             if not tail.more:
-                return answer
+                return response
 
-    def _shared(self, told: SharedRows, request: GetRows) -> Answer:
-        if told.note.size_bytes > request.max_bytes + BATCH_BYTES_MAX:
-            raise TooLarge(f"{self._who} tells of {told.note.size_bytes} bytes, and {request.max_bytes} were asked for")
-        batches = self._memory.take(told.note)
-        if len(batches) != len(told.tails):
-            raise ShuffleError(f"{self._who} tells of {len(told.tails)} batches, and there are {len(batches)}")
-        answer = Answer()
-        for batch, tail in zip(batches, told.tails, strict=True):
+    def _read_shared(self, shared: SharedRows, request: GetRows) -> RowsResponse:
+        if shared.handle.size_bytes > request.max_bytes + BATCH_BYTES_MAX:
+            raise TooLarge(
+                f"{self._who} tells of {shared.handle.size_bytes} bytes, and {request.max_bytes} were asked for"
+            )
+        batches = self._memory.take(shared.handle)
+        if len(batches) != len(shared.tails):
+            raise ShuffleError(f"{self._who} tells of {len(shared.tails)} batches, and there are {len(batches)}")
+        response = RowsResponse()
+        for batch, tail in zip(batches, shared.tails, strict=True):
             validate_offsets(batch)
-            answer.add(batch, tail)
-        return answer
+            response.add(batch, tail)
+        return response
 
     def close(self) -> None:
         self._memory.close()
@@ -155,18 +159,18 @@ def validate_offsets(batch: pa.RecordBatch) -> None:
     """Make sure that no value of ``batch`` lies outside of its buffers; ``pa.ArrowInvalid`` if one does.
 
     A full validation would also read every text and count every null, which takes a fifth of the processor time that
-    rows need from the input to here. The mapper that answers is one of ours; what this guards against is that a broken
-    answer reads memory of this process.
+    rows need from the input to here. Mappers are trusted; this only makes sure that a broken response cannot read other
+    memory of this process.
     """
     batch.validate()
     for column in batch.columns:
-        kind = column.type
-        if pa.types.is_string(kind) or pa.types.is_binary(kind):
+        data_type = column.type
+        if pa.types.is_string(data_type) or pa.types.is_binary(data_type):
             if len(column):
                 offsets = np.frombuffer(column.buffers()[1], np.int32, len(column) + 1, column.offset * 4)
                 if not (offsets[1:] >= offsets[:-1]).all():
                     raise pa.ArrowInvalid("offsets of a column fall")
-        elif not pa.types.is_primitive(kind):
+        elif not pa.types.is_primitive(data_type):
             column.validate(full=True)
 
 

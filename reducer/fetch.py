@@ -1,8 +1,8 @@
-"""The fetch stage: one thread for each mapper, so that none of them is ever waited for by another.
+"""The fetch stage: one thread for each mapper, so that no mapper has to wait for another.
 
-A fetcher has at most one request under way. It asks the youngest instance that discovery lists, the next one after a
-failure, and waits a little longer after each failure in a row, unless discovery changes first. Which rows to ask for is
-the core's to say (``FetchPlan``).
+A fetcher has at most one request under way. It sends it to the youngest instance that discovery lists, to the next one
+after a failure, and waits a little longer after each failure in a row, unless discovery changes first. The core decides
+which rows to request (``FetchPlan``).
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from shuffle.messages import GetRows, Tail
 from shuffle.metrics import ReducerMetrics
 from shuffle.reducer.connections import ClientPool, SharedClient
 from shuffle.reducer.core import FetchedBatch, FetchPlan
-from shuffle.reducer.exchange import Answer, RowStream
+from shuffle.reducer.exchange import RowsResponse, RowStream
 from shuffle.reducer.shared_core import SharedCore
 from shuffle.support import crash_points, flight
 from shuffle.support.logs import get_logger
 from shuffle.support.retry import Backoff
 from shuffle.support.vital_threads import start_vital
 
-ANSWER_S_MAX = 6.0
-"""Time for an answer beyond the long poll that was asked for. A mapper that needs more is as good as gone."""
+RESPONSE_S_MAX = 6.0
+"""The seconds within which a response must come, after the wait for rows that was requested. A mapper that needs longer
+is treated as gone."""
 
 LOCATE_S_MAX = 2.0
-"""Time for finding the exact position of one row to set aside: nice to have, not worth a long wait."""
+"""The seconds for finding the exact position of one dead letter, which is not worth a long wait."""
 
 _log = get_logger(__name__)
 
 
-def get_rows(client: Any, request: GetRows, *, who: str, timeout_s: float) -> Answer:
-    """One GetRows call: the batches of the answer, each with the shuffle index of its last row."""
-    answer = Answer()
+def get_rows(client: Any, request: GetRows, *, who: str, timeout_s: float) -> RowsResponse:
+    """One GetRows as a single call."""
+    response = RowsResponse()
     size_bytes = 0
     with flight.typed_errors(who):
         reader = client.do_get(flight.Ticket(request.encode()), flight.call_options(timeout_s))
@@ -47,21 +48,21 @@ def get_rows(client: Any, request: GetRows, *, who: str, timeout_s: float) -> An
                 raise ShuffleError(f"{who} sent rows without their shuffle index: is it a mapper of this version?")
             tail = Tail.decode(bytes(chunk.app_metadata))
             if chunk.data is None or chunk.data.num_rows == 0:
-                answer.tails.append(tail)
+                response.tails.append(tail)
                 continue
             chunk.data.validate()
             size_bytes += chunk.data.nbytes
             if size_bytes > request.max_bytes + BATCH_BYTES_MAX:
                 reader.cancel()
                 raise TooLarge(f"{who} sent more than {size_bytes} bytes, and {request.max_bytes} were asked for")
-            answer.add(chunk.data, tail)
-    return answer
+            response.add(chunk.data, tail)
+    return response
 
 
 class Connections:
     """At most one Flight client, to the instance in use, and an exchange on it; used by one thread.
 
-    The client may be shared with others who ask at the same address; the exchange is not.
+    The client may be shared with other fetchers that use the same address; the exchange is not.
     """
 
     def __init__(self, share_memory: bool = True, clients: ClientPool | None = None) -> None:
@@ -91,8 +92,8 @@ class Connections:
             self._clients.give_back(shared, is_broken)
 
 
-class Choice:
-    """Which instance of a mapper to ask: the youngest listed, and after a failure the next one, in turn."""
+class InstanceChoice:
+    """Chooses the instance of a mapper to use: the youngest listed, and after a failure the next one, in turn."""
 
     def __init__(self) -> None:
         self._listed: Sequence[MapperAddress] = ()
@@ -129,7 +130,7 @@ class Fetcher:
         self._backoff = backoff
         self._metrics = metrics
         self._on_rows_gone = on_rows_gone
-        self._choice = Choice()
+        self._choice = InstanceChoice()
         self._connections = Connections(share_memory, clients)
 
         self._thread: threading.Thread | None = None
@@ -160,10 +161,10 @@ class Fetcher:
             self._wait(changes)
             return
         try:
-            answer = self._ask(mapper, plan)
-            if answer.batches:
+            response = self._fetch(mapper, plan)
+            if response.batches:
                 crash_points.reach("reducer.after_fetch")
-            rows = self._shared.fetched(plan, answer.batches, answer.tails)
+            rows = self._shared.fetched(plan, response.batches, response.tails)
         except ShuffleError as error:
             self._failed(mapper, error, changes)
             return
@@ -172,9 +173,9 @@ class Fetcher:
             self._backoff.reset()
         if rows:
             self._metrics.fetched_rows.inc(rows)
-            self._metrics.fetched_bytes.inc(sum(batch.nbytes for batch, _ in answer.batches))
+            self._metrics.fetched_bytes.inc(sum(batch.nbytes for batch, _ in response.batches))
 
-    def _ask(self, mapper: MapperAddress, plan: FetchPlan) -> Answer:
+    def _fetch(self, mapper: MapperAddress, plan: FetchPlan) -> RowsResponse:
         request = GetRows(
             mapper_id=mapper.guid,
             reducer_index=self._reducer_index,
@@ -189,28 +190,29 @@ class Fetcher:
         begin_s = time.monotonic()
         try:
             stream = self._connections.stream_to(mapper.address, self._who(mapper))
-            return stream.get_rows(request, timeout_s=plan.wait_ms / 1000 + ANSWER_S_MAX)
+            return stream.get_rows(request, timeout_s=plan.wait_ms / 1000 + RESPONSE_S_MAX)
         finally:
             self._metrics.fetch_seconds.observe(time.monotonic() - begin_s)
 
     def _failed(self, mapper: MapperAddress, error: ShuffleError, changes: int) -> None:
         if self._shared.stopping:
             return
-        # One line for a streak of failures: a mapper may be away for hours.
+        # Only the first of several failures in a row is logged: a mapper may be away for hours.
         if self._backoff.failures == 0:
             _log.warning("mapper passed over", mapper=self._mapper_index, address=mapper.address, error=error)
         self._choice.failed()
         if isinstance(error, RowsGone | NotServed | StaleGeneration):
-            # Rows leave a window only when this reducer has committed them, so somebody else has done it in its name;
-            # or this instance takes rows for committed that are not, because the store is another one or an older one;
-            # or the processor is of another generation by now.
+            # Rows are gone from a window only when this reducer has committed them, so another instance of it has done
+            # so; or this instance takes rows for committed that are not, because the store was replaced or restored; or
+            # the processor is of another generation by now.
             self._on_rows_gone()
         elif not isinstance(error, StaleMapper):
-            self._connections.close(is_broken=True)  # A broken channel is not worth its own back-off on top of ours.
+            # A new channel: the old one would add gRPC's back-off to ours.
+            self._connections.close(is_broken=True)
         self._wait(changes)
 
     def _wait(self, changes: int) -> None:
-        """The back-off, cut short when discovery has news: that is what ends most failures."""
+        """Wait out the back-off, or until discovery changes: most failures end with such a change."""
         self._directory.wait_for_change(self._backoff.next_s(), since=changes)
 
     def _who(self, mapper: MapperAddress) -> str:
@@ -218,20 +220,22 @@ class Fetcher:
 
 
 class RowLocator:
-    """Finds the shuffle index of a single row: a repeated read of its part that ends with it has it as its tail."""
+    """Finds the shuffle index of a single row: it requests the rows of the part again, up to this row, and the tail of
+    the response has the index of the last one."""
 
     def __init__(self, reducer_index: ReducerIndex, shared: SharedCore, directory: MapperDirectory) -> None:
         self._reducer_index = reducer_index
         self._shared = shared
         self._directory = directory
 
-    def __call__(self, part: FetchedBatch, place: int) -> ShuffleIndex | None:
+    def __call__(self, part: FetchedBatch, row: int) -> ShuffleIndex | None:
+        """The shuffle index of row number ``row`` of ``part``; None if no mapper responds in time."""
         for mapper in self._directory.mappers().get(part.mapper_index, []):
             connections = Connections()
             try:
-                answer = get_rows(
+                response = get_rows(
                     connections.to(mapper.address),
-                    self._request(part, place, mapper),
+                    self._request(part, row, mapper),
                     who=mapper.address,
                     timeout_s=LOCATE_S_MAX,
                 )
@@ -239,17 +243,17 @@ class RowLocator:
                 continue
             finally:
                 connections.close()
-            if sum(batch.num_rows for batch, _ in answer.batches) == place + 1:
-                return answer.batches[-1][1]
+            if sum(batch.num_rows for batch, _ in response.batches) == row + 1:
+                return response.batches[-1][1]
         return None
 
-    def _request(self, part: FetchedBatch, place: int, mapper: MapperAddress) -> GetRows:
+    def _request(self, part: FetchedBatch, row: int, mapper: MapperAddress) -> GetRows:
         return GetRows(
             mapper_id=mapper.guid,
             reducer_index=self._reducer_index,
             committed_row_index=self._shared.committed_row_index(part.mapper_index),
             from_row_index=part.from_row_index,
-            max_rows=place + 1,
+            max_rows=row + 1,
             max_bytes=BATCH_BYTES_MAX,
             processor=self._directory.processor,
             generation=self._shared.generation,

@@ -1,4 +1,4 @@
-"""The process stage: the user's ``reduce`` on one batch, and what becomes of rows that it cannot take."""
+"""The process stage: the user's ``reduce`` on one batch, and what becomes of rows on which it fails."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from shuffle.user_code.poison import (
 )
 
 RANGES_SHOWN_MAX = 8
-"""Mappers whose positions an error names; the rest are counted."""
+"""The most mappers whose positions an error names; the rest are counted."""
 
 Locate = Callable[[FetchedBatch, int], ShuffleIndex | None]
-"""The shuffle index of the row at a place in a part; None if it cannot be had now."""
+"""A function that finds the shuffle index of the row with this number in a part; None if it cannot be found now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,9 @@ class Reduced:
 
     batch: ReduceBatch
     transaction: Transaction | None
-    """The user's, not committed; None if there is nothing to write but the positions."""
+    """The user's transaction, not committed; None if there is nothing to write but the positions."""
     dead_letter_rows: int = 0
+    """The number of rows of the batch that became dead letters."""
 
     def abort(self) -> None:
         if self.transaction is not None:
@@ -47,7 +48,7 @@ class Reduced:
 
 
 class ReduceStage:
-    """Runs user code. Raises UserCodeError when it is at fault; what is transient is raised as it came."""
+    """Runs user code. Raises UserCodeError when it is at fault; transient errors are raised as they are."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class ReduceStage:
         locate: Locate,
         forget: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``forget``: drops what is known of the state without asking the store; whether there was something."""
+        """``forget`` empties the cache of rows (``row_cache``), and returns whether there was something in it."""
         self._reducer = reducer
         self._client = client
         self._processor = processor
@@ -79,11 +80,12 @@ class ReduceStage:
     def reduce(self, batch: ReduceBatch) -> Reduced:
         rows = batch.rowset()
         if batch.epoch != self._epoch or batch.attempt > 1:
-            # The state is not what this instance left: it begins with what somebody else did, or without what it did.
+            # The state is not what the user's object may remember: another instance has written to it, or what this one
+            # wrote was not committed.
             self._epoch = batch.epoch
             self._reducer.forget()
         try:
-            return Reduced(batch, self._call_surely(rows))
+            return Reduced(batch, self._call_without_stale_cache(rows))
         except Exception as error:
             if is_transient(error):
                 raise
@@ -94,21 +96,21 @@ class ReduceStage:
     def _without_poison(self, batch: ReduceBatch, rows: pa.Table) -> Reduced:
         """The good rows and the dead letters in one transaction, so that no row is lost, and none counted twice."""
         try:
-            found = locate_poison(rows, self._attempt)
-            good, bad = split_rows(rows, [poison.row for poison in found])
+            poison_rows = locate_poison(rows, self._attempt)
+            good, bad = split_rows(rows, [poison.row for poison in poison_rows])
             transaction = self._call(good) if good.num_rows else None
         except Exception as error:
             if is_transient(error):
                 raise
-            # Not the fault of single rows: nothing that could be set aside would help.
+            # It is not the fault of single rows, so no dead letter would help.
             raise self._report(batch, error) from error
-        if found:
+        if poison_rows:
             transaction = transaction or self._client.transaction()
-            transaction.append(self._queue, self._partition, self._dead_letters(batch, bad, found))
-        return Reduced(batch, transaction, len(found))
+            transaction.append(self._queue, self._partition, self._dead_letters(batch, bad, poison_rows))
+        return Reduced(batch, transaction, len(poison_rows))
 
-    def _call_surely(self, rows: pa.Table) -> Transaction | None:
-        """``_call``; what it raises is not the doing of a state that was remembered and is not so any more."""
+    def _call_without_stale_cache(self, rows: pa.Table) -> Transaction | None:
+        """``_call``, and once more without cached rows if it fails, so that no error is due to a stale cache."""
         try:
             return self._call(rows)
         except Exception as error:
@@ -124,7 +126,7 @@ class ReduceStage:
                 "committed, or None"
             )
         if result is not None:
-            # A row that breaks a constraint is found here, where it can be told from the others, not at the commit.
+            # A row that breaks a constraint is found here, where it can be singled out, and not at the commit.
             result.check()
         return result
 
@@ -133,14 +135,14 @@ class ReduceStage:
         if transaction is not None:
             transaction.abort()
 
-    def _dead_letters(self, batch: ReduceBatch, bad: pa.Table, found: list[PoisonRow]) -> pa.Table:
+    def _dead_letters(self, batch: ReduceBatch, bad: pa.Table, poison_rows: list[PoisonRow]) -> pa.Table:
         mappers, positions, reasons = [], [], []
-        for poison in found:
-            part, place = batch.origin(poison.row)
-            exact = part.last_row_index if place == part.batch.num_rows - 1 else self._locate(part, place)
+        for poison in poison_rows:
+            part, row = batch.origin(poison.row)
+            exact = part.last_row_index if row == part.batch.num_rows - 1 else self._locate(part, row)
             mappers.append(part.mapper_index)
             positions.append(part.last_row_index if exact is None else exact)
-            # The mapper could not be asked, and the row must not wait for it: the bound is what is known.
+            # If the mapper does not respond, the row does not wait for it: its position is known within bounds.
             inexact = f" (its position lies between {part.from_row_index + 1} and {part.last_row_index})"
             reasons.append(poison.reason + (inexact if exact is None else ""))
         return dead_letters(
@@ -158,7 +160,8 @@ class ReduceStage:
 
 
 def user_code_error(processor: str, index: ReducerIndex, batch: ReduceBatch, error: Exception) -> UserCodeError:
-    """What a person needs to find the row and the line: who, which positions, the user's exception and its place."""
+    """An error with what a person needs to find the row and the line of code: processor and reducer, positions, the
+    user's exception and the line that raised it."""
     ranges = batch.ranges()
     shown = ", ".join(f"mapper {mapper}: {first} to {last}" for mapper, first, last in ranges[:RANGES_SHOWN_MAX])
     more = f", and {len(ranges) - RANGES_SHOWN_MAX} more mappers" if len(ranges) > RANGES_SHOWN_MAX else ""

@@ -1,7 +1,7 @@
 """A ``ReducerCore`` shared by the fetchers and the thread that reduces and commits: one lock, and who waits for what.
 
-The decisions are the core's, but for one that needs a clock: how long rows may add up before they are reduced. Every
-wait ends when it is stopped.
+The core makes all decisions but one that needs a clock: how long rows may add up before they are reduced. Every wait
+ends when the reducer is stopped.
 """
 
 from __future__ import annotations
@@ -23,34 +23,39 @@ from shuffle.reducer.core import FetchPlan, ReduceBatch, ReducerCore, Settled
 T = TypeVar("T")
 
 _WAIT_S = 1.0
-"""How long one wait lasts before its condition is looked at again, should a wake-up ever be missed."""
+"""The seconds after which a waiting thread checks its condition again, should a wake-up ever be missed."""
 
 GATHER_BYTES_PER_S = 16 * MIB
-"""A reducer that takes in as much as this lets rows add up before it reduces them: each commit writes a page at least,
-and every key that it touches once, so fewer and larger ones leave more of the machine to the rows."""
+"""The rate of input, in bytes per second, from which on a reducer lets rows add up before it reduces them: each commit
+writes a page at least, and every key that it touches once, so fewer and larger commits leave more of the machine to the
+rows."""
 
 GATHER_BYTES_MIN = 1 * MIB
-"""Behind a batch smaller than this, nothing is ever waited for: that is where latency counts."""
+"""The least bytes of a batch after which rows may add up. After a smaller one the next rows are reduced at once,
+because latency matters more then."""
 
 GATHER_S_MAX = 0.3
-"""How long rows may be left to add up, at that rate. Keys repeat: the rows of three tenths of a second have few more of
-them than those of one tenth, so that a commit costs and writes little more, and there are a third as many."""
+"""The longest time, in seconds, for which rows add up. Keys repeat: the rows of three tenths of a second have few more
+of them than those of one tenth, so that a commit costs and writes little more, and there are a third as many."""
 
 GATHER_IDLE_S = 0.04
-"""Nothing came for so long: there may be no more."""
+"""The seconds without new rows after which the reducer waits for no more."""
 
 
 class SharedCore:
+    """The core of one reducer instance, behind one lock (see the module's text)."""
+
     def __init__(self, core: ReducerCore) -> None:
         self._core = core
         self._changed = threading.Condition()
         self._stopping = threading.Event()
-        self._answers_empty = 0
+        self._empty_responses = 0
         self._taken_s = time.monotonic()
-        """When the last batch was taken."""
+        """The monotonic time at which the last batch was taken."""
         self._taken_bytes = 0
-        """And how much it had."""
+        """The number of bytes of that batch."""
         self.failure: ShuffleError | None = None
+        """The first error after which the reducer could not go on; None if there was none."""
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -71,7 +76,7 @@ class SharedCore:
         self.stop()
 
     def sleep(self, seconds: float) -> bool:
-        """Waits out a back-off; False when it is stopped meanwhile."""
+        """Wait out a back-off; False when the reducer is stopped meanwhile."""
         return not self._stopping.wait(seconds)
 
     def wait_stopped(self, seconds: float) -> bool:
@@ -80,18 +85,18 @@ class SharedCore:
     # -- fetch --------------------------------------------------------------------------------------------------------
 
     def next_plan(self, mapper_index: MapperIndex) -> FetchPlan | None:
-        """What to ask this mapper for, as soon as there is room; None when stopped."""
+        """The next request to this mapper, as soon as there is room; None when stopped."""
         return self._wait(lambda: None if self.stopping else self._core.fetch_plan(mapper_index), lambda: self.stopping)
 
     def fetched(
         self, plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]], tails: Sequence[Tail] = ()
     ) -> int:
-        """The rows that were queued: none if the answer came too late for its epoch."""
+        """Queue a response; the number of rows that were queued, 0 if the core was restarted since the request."""
         with self._changed:
             rows = self._core.fetched(plan, batches, tails)
             if not rows:
-                self._answers_empty += 1
-            # Nothing is news, too, to a reducer that lets rows add up: a mapper without room answers so.
+                self._empty_responses += 1
+            # An empty response also matters to a reducer that lets rows add up: a mapper whose window is full sends it.
             self._changed.notify_all()
             return rows
 
@@ -101,7 +106,7 @@ class SharedCore:
 
     @property
     def generation(self) -> int:
-        """Of the processor, by the reducer's row."""
+        """The generation of the processor, as the reducer's row in the store says."""
         with self._changed:
             return self._core.committed_state.generation
 
@@ -110,19 +115,20 @@ class SharedCore:
     def next_batch(self) -> ReduceBatch | None:
         """The next batch to reduce; None when stopped."""
         self._gather()
-        # Not taken once stopping, even if there is some: it would be work that nobody waits for.
+        # Once stopping, no batch is taken even if there is one, since the process would end during it.
         batch = self._wait(lambda: None if self.stopping else self._core.take(), lambda: self.stopping)
         self._taken_s, self._taken_bytes = time.monotonic(), 0 if batch is None else batch.size_bytes
         return batch
 
     def _gather(self) -> None:
-        """Under load, lets rows add up for a moment: until there are many, or a mapper has none or no room for more."""
+        """Under load, let rows add up for a short time: until there are many, or a mapper has none or no room for
+        more."""
         with self._changed:
             now_s = time.monotonic()
             if self._taken_bytes <= max(GATHER_BYTES_MIN, GATHER_BYTES_PER_S * (now_s - self._taken_s)):
                 return
-            end_s, empty_before, seen_bytes = now_s + GATHER_S_MAX, self._answers_empty, -1
-            while now_s < end_s and not self.stopping and self._answers_empty == empty_before:
+            end_s, empty_before, seen_bytes = now_s + GATHER_S_MAX, self._empty_responses, -1
+            while now_s < end_s and not self.stopping and self._empty_responses == empty_before:
                 queued_bytes = self._core.queued_bytes
                 if queued_bytes == seen_bytes or self._core.has_enough:
                     return
@@ -137,7 +143,7 @@ class SharedCore:
     # -- commit -------------------------------------------------------------------------------------------------------
 
     def committed(self, batch: ReduceBatch) -> bool:
-        """Whether ``batch`` was still wanted; if not, the core was restarted while it was being committed."""
+        """Whether ``batch`` was still current; if not, the core was restarted while it was being committed."""
         with self._changed:
             current = self._core.is_current(batch)
             if current:
@@ -175,9 +181,10 @@ class SharedCore:
             return persisted
 
     def _wait(self, find: Callable[[], T | None], ended: Callable[[], bool]) -> T | None:
+        """The result of ``find``, as soon as it is not None, or what it is when ``ended`` says so."""
         with self._changed:
             while True:
-                found = find()
-                if found is not None or ended():
-                    return found
+                result = find()
+                if result is not None or ended():
+                    return result
                 self._changed.wait(_WAIT_S)

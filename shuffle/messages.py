@@ -4,11 +4,11 @@ GetRows is an Arrow Flight ``DoGet``. The ticket is a JSON object of ``GetRows``
 with a ``Tail`` as its ``app_metadata``; all tails but the last say ``more``. A response without rows is one batch
 without rows, and it has a tail, too.
 
-A reducer that goes on asking uses a ``DoExchange`` with the command ``ROWS_EXCHANGE`` instead, which costs a third of
-such calls: each request is a ticket in the ``app_metadata`` of a message without rows. The response is the same
-batches; or one message without rows, whose ``app_metadata`` is a ``Tail`` (there are none), ``STREAM_OVER`` (this is no
-response: the request has to be made again on another stream), the JSON of a typed error, or ``SharedRows``: the batches
-are in memory that both processes see (``shared_memory``), if the request says on which machine it was made.
+A reducer that makes one request after another uses a ``DoExchange`` with the command ``ROWS_EXCHANGE`` instead, which
+costs a third of such calls: each request is a ticket in the ``app_metadata`` of a message without rows. The response is
+the same batches; or one message without rows, whose ``app_metadata`` is a ``Tail`` (there are no rows), ``STREAM_OVER``
+(this is no response: the request has to be made again on another stream), the JSON of a typed error, or ``SharedRows``:
+the batches are in memory that both processes see (``shared_memory``), if the request names the machine it comes from.
 """
 
 from __future__ import annotations
@@ -43,16 +43,18 @@ ROWS_EXCHANGE = b"getrows/%d" % VERSION
 TAIL = b"#"
 STREAM_OVER = b"!"
 SHARED_ROWS = b"@"
-"""The first byte of what a response says about itself tells what it is; a typed error begins with ``{``."""
+"""``TAIL``, ``STREAM_OVER`` and ``SHARED_ROWS`` are the first bytes of the ``app_metadata`` of a response, which say
+what it is; a typed error begins with ``{``."""
 
 GENERATION_MAX = 2**31 - 1
+"""The highest generation of a processor that a message can name."""
 
 METADATA_FIELDS = (
     pa.field("_shuffle_index", pa.int64(), False),
     pa.field("_ingestion_time", pa.timestamp("us", "UTC"), False),
 )
-"""What a mapper knows of its rows beside their columns. The index is the same for ever; the time is when this instance
-took the row in, so a mapper that was restarted and has read the row again says a later one."""
+"""The metadata columns that a mapper can add to its rows. The index of a row never changes. The time is when this
+instance of the mapper read the row, so a mapper that was restarted and has read the row again gives a later one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +64,29 @@ class GetRows:
     mapper_id: Guid
     reducer_index: ReducerIndex
     committed_row_index: ShuffleIndex
-    """Everything up to here is durable at the reducer; the mapper may forget it."""
+    """The shuffle index up to which the reducer has durably committed its rows. The mapper may forget them."""
     from_row_index: ShuffleIndex
-    """The cursor: the last shuffle index already fetched. Rows after it are wanted."""
+    """The cursor: the last shuffle index already fetched. The rows after it are requested."""
     max_rows: int
+    """The most rows of the response."""
     max_bytes: int
+    """The most bytes of rows in the response; a single row may have more."""
     wait_ms: int = 0
+    """The milliseconds for which the mapper waits for rows if there are none."""
     to_row_index: ShuffleIndex | None = None
-    """If set, rows after this index are not wanted (a repeated read of a known range)."""
+    """The last shuffle index that is requested, for reading a known range again; None if there is no such bound."""
     with_metadata: bool = False
     """Whether rows come with the columns ``METADATA_FIELDS`` behind their own."""
     machine: str | None = None
-    """Where the reducer runs, if it can take rows from shared memory."""
+    """The id of the machine on which the reducer runs, if it can read rows from shared memory; otherwise None."""
     processor: str = ""
-    """Whose reducer asks. A mapper refuses those of another processor; empty: it is not said."""
+    """The name of the reducer's processor. A mapper refuses requests of another processor; an empty name is not
+    checked."""
     generation: int = 0
-    """Of the processor, as the reducer's row has it. A mapper refuses requests of another one than its own."""
+    """The generation of the processor, as the reducer's row in the store has it. A mapper refuses requests of another
+    generation than its own."""
     version: int = VERSION
-    """Of this protocol."""
+    """The version of this protocol."""
 
     def encode(self) -> bytes:
         # ``asdict`` copies deeply, which takes longer than all the rest.
@@ -131,9 +138,9 @@ _TICKET_NAMES = frozenset(GetRows.__slots__)
 def check_version(version: object) -> None:
     """Raises ``WrongVersion`` unless a ticket, or the command of an exchange, is of this version."""
     if version != VERSION:
-        told = "does not say which version" if version is None else f"says version {shown(version)}"
+        said = "does not say which version" if version is None else f"says version {shown(version)}"
         raise WrongVersion(
-            f"GetRows has version {VERSION} here, and the request {told}: reducer and mapper are of different versions "
+            f"GetRows has version {VERSION} here, and the request {said}: reducer and mapper are of different versions "
             "of this project. Install the same one everywhere, and start them again",
             version=VERSION,
         )
@@ -148,25 +155,25 @@ _TAIL_FIELDS = (
     number("complete_up_to", low=-1),
     number("front", INT64_MAX, INT64_MIN),
 )
-_PLACE = struct.Struct("<cIIQQ")
-_NOTE = (number("pid", UINT32_MAX), number("fd", UINT32_MAX), number("inode", UINT64_MAX), number("bytes"))
+_HANDLE = struct.Struct("<cIIQQ")
+_HANDLE_FIELDS = (number("pid", UINT32_MAX), number("fd", UINT32_MAX), number("inode", UINT64_MAX), number("bytes"))
 
 
 class Tail(NamedTuple):
-    """Behind each record batch of a response, and behind none: where the reducer stands after it."""
+    """How far the reducer is after one record batch of a response, or after a response without rows."""
 
     last_row_index: ShuffleIndex
-    """Of the last row of the batch; the cursor of the request if there is none."""
+    """The shuffle index of the last row of the batch; the cursor of the request if there is none."""
     complete_up_to: ShuffleIndex
-    """Every row of this reducer after the request's cursor and up to this shuffle index is in the response so far. It
+    """The shuffle index up to which every row of this reducer after the request's cursor is in the response so far. It
     is ahead of the last row where the rows that follow went to other reducers."""
     front: int | None = None
-    """Every row of this reducer that comes after this is at this value of the mapper's clock or above it. None is no
-    promise: the mapper has no clock, or cannot tell here."""
+    """The value of the mapper's clock below which no later row of this reducer is. None is no promise: the mapper has
+    no clock, or cannot tell here."""
     generation: int = 0
-    """Of the processor that the rows belong to."""
+    """The generation of the processor that the rows belong to."""
     more: bool = False
-    """Another batch of the same response follows."""
+    """Whether another batch of the same response follows."""
 
     def encode(self) -> bytes:
         last, complete, front, generation, more = self
@@ -185,27 +192,27 @@ def _tail(unpacked: tuple[bytes, int, int, int, int, int]) -> Tail:
     check_items("a tail", _TAIL_FIELDS, (flags, generation, last, complete, front))
     if tag != TAIL or complete < last or (front and not flags & _HAS_FRONT):
         raise BadInput(f"not the tail of a response of GetRows: rows up to {last}, complete up to {complete}")
-    told_front = front if flags & _HAS_FRONT else None
-    return Tail(ShuffleIndex(last), ShuffleIndex(complete), told_front, generation, bool(flags & _MORE))
+    known_front = front if flags & _HAS_FRONT else None
+    return Tail(ShuffleIndex(last), ShuffleIndex(complete), known_front, generation, bool(flags & _MORE))
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """A response whose batches are in shared memory: where, and the tail of each."""
+    """A response whose batches are in shared memory: the handle of the memory, and the tail of each batch."""
 
-    note: MemoryHandle
+    handle: MemoryHandle
     tails: tuple[Tail, ...]
 
     def encode(self) -> bytes:
-        note = self.note
-        place = _PLACE.pack(SHARED_ROWS, note.pid, note.fd, note.inode, note.size_bytes)
-        return place + b"".join(tail.encode() for tail in self.tails)
+        handle = self.handle
+        encoded = _HANDLE.pack(SHARED_ROWS, handle.pid, handle.fd, handle.inode, handle.size_bytes)
+        return encoded + b"".join(tail.encode() for tail in self.tails)
 
     @staticmethod
     def decode(metadata: bytes) -> SharedRows:
-        tails_bytes = len(metadata) - _PLACE.size
+        tails_bytes = len(metadata) - _HANDLE.size
         if tails_bytes < 0 or tails_bytes % _TAIL.size or not metadata.startswith(SHARED_ROWS):
-            raise BadInput(f"not a note about shared rows: {shown(metadata)}")
-        place = _PLACE.unpack_from(metadata)[1:]
-        check_items("a note about shared rows", _NOTE, place)
-        return SharedRows(MemoryHandle(*place), tuple(map(_tail, _TAIL.iter_unpack(metadata[_PLACE.size :]))))
+            raise BadInput(f"not a handle of shared rows: {shown(metadata)}")
+        fields = _HANDLE.unpack_from(metadata)[1:]
+        check_items("a handle of shared rows", _HANDLE_FIELDS, fields)
+        return SharedRows(MemoryHandle(*fields), tuple(map(_tail, _TAIL.iter_unpack(metadata[_HANDLE.size :]))))

@@ -29,7 +29,7 @@ from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex, new_guid
 from shuffle.preflight.check import check_against_store
 from shuffle.reducer.commit import Committer
 from shuffle.reducer.core import ReduceBatch, ReducerCore, Settled
-from shuffle.reducer.cycle import ReduceCycle, Surroundings
+from shuffle.reducer.cycle import CycleEnvironment, ReduceCycle
 from shuffle.reducer.daemon import limits_of
 from shuffle.reducer.reduce import Reduced, ReduceStage
 from shuffle.spark_connector.options import Options
@@ -385,7 +385,7 @@ class ReduceTask:
 
     def _cycle(self, feed: _Feed, stage: ReduceStage) -> ReduceCycle:
         options = self._spec.reducer
-        surroundings = Surroundings(
+        surroundings = CycleEnvironment(
             metrics=self._done,
             backoff=lambda: Backoff(options.backoff_ms, options.backoff_ms_max),
             clock=time.monotonic,

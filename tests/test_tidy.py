@@ -56,7 +56,7 @@ PURE_MODULES = (
     "mapper/core.py",
     "mapper/spill/format.py",
     "mapper/spill/index.py",
-    "mapper/spill/answer.py",
+    "mapper/spill/response.py",
     "mapper/spill/policy.py",
     "mapper/spill/stragglers.py",
     "reducer/core.py",

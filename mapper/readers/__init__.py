@@ -1,1 +1,1 @@
-"""Readers of the kinds of input that come with the project."""
+"""The inputs that come with the project, with their readers, and the checks around an input of the user's own."""

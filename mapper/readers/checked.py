@@ -1,8 +1,8 @@
-"""The border to an input of the user's own: what its methods raise and return, said in words that help.
+"""The boundary to an input of the user's own: checks what its methods raise and return.
 
-What they raise becomes ``UserCodeError`` with the line it comes from, except for errors of this project: a
-``StoreUnavailable`` is tried again, also by the user's wish. What they return is checked once for each call, never for
-each row.
+What they raise becomes ``UserCodeError`` with the line it comes from, except for errors of this project: the user's
+code may raise ``StoreUnavailable`` to be called again. What they return is checked once for each call, never for each
+row.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shuffle.mapper.reader import Input, PartitionReader
 from shuffle.user_code.poison import place_of, reason_of
 
 POLL_S = 0.1
-"""How often a reader that does not wait by itself is asked again."""
+"""The seconds after which a reader that returned no rows, and does not wait by itself, is called again."""
 
 
-class _Border:
-    """Names the class and the method in whatever goes wrong in it."""
+class _Boundary:
+    """Names the class and the method in every error that a method of the user's class raises or causes."""
 
     def __init__(self, where: str, name: str) -> None:
         self._where = where
@@ -53,18 +53,18 @@ class _Border:
 
 
 class CheckedReader(PartitionReader):
-    """A reader of the user's own."""
+    """A reader of the user's own, with checks around its methods."""
 
-    def __init__(self, reader: PartitionReader, border: _Border) -> None:
+    def __init__(self, reader: PartitionReader, boundary: _Boundary) -> None:
         self._reader = reader
-        self._border = border
+        self._boundary = boundary
         self._interrupted = threading.Event()
         self.closes: Input | None = None
-        """An input that nobody else closes."""
-        with border.calling("schema"):
+        """The input to close together with this reader, if nobody else closes it."""
+        with boundary.calling("schema"):
             schema = reader.schema
         if not isinstance(schema, pa.Schema):
-            raise border.error("schema", f"must be a pyarrow.Schema, not {type(schema).__name__}")
+            raise boundary.error("schema", f"must be a pyarrow.Schema, not {type(schema).__name__}")
         self._schema = schema
 
     @property
@@ -72,7 +72,7 @@ class CheckedReader(PartitionReader):
         return self._schema
 
     def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
-        """Reads again and again for ``wait_ms`` while there is nothing: a reader need not know how to wait."""
+        """Read again and again for ``wait_ms`` while there are no rows: a reader need not know how to wait."""
         deadline_s = time.monotonic() + self.wait_ms / 1000
         while True:
             rows, after = self._read(begin_row_index, end_row_index, token)
@@ -82,96 +82,96 @@ class CheckedReader(PartitionReader):
 
     def _read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
         self._reader.wait_ms, self._reader.batch_bytes_max = self.wait_ms, self.batch_bytes_max
-        with self._border.calling("read"):
-            answer = self._reader.read(begin_row_index, end_row_index, token)
-        if not isinstance(answer, tuple) or len(answer) != 2:
-            raise self._border.error("read", f"must return rows and a token, not {type(answer).__name__}")
-        rows, after = answer
+        with self._boundary.calling("read"):
+            result = self._reader.read(begin_row_index, end_row_index, token)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise self._boundary.error("read", f"must return rows and a token, not {type(result).__name__}")
+        rows, after = result
         if not isinstance(rows, pa.Table):
-            raise self._border.error("read", f"must return a pyarrow.Table, not {type(rows).__name__}")
+            raise self._boundary.error("read", f"must return a pyarrow.Table, not {type(rows).__name__}")
         if not rows.schema.equals(self._schema):
-            raise self._border.error("read", f"the rows are {_shown(rows.schema)}, the schema {_shown(self._schema)}")
-        wanted = max(1, end_row_index - begin_row_index)
-        if rows.num_rows > wanted:
-            raise self._border.error("read", f"{rows.num_rows} rows, and {wanted} at most were asked for")
-        after = self._border.token("read", after)
+            raise self._boundary.error("read", f"the rows are {_shown(rows.schema)}, the schema {_shown(self._schema)}")
+        rows_max = max(1, end_row_index - begin_row_index)
+        if rows.num_rows > rows_max:
+            raise self._boundary.error("read", f"{rows.num_rows} rows, and {rows_max} at most were asked for")
+        after = self._boundary.token("read", after)
         if rows.num_rows and after == token:
-            raise self._border.error("read", "rows, and a token that has not moved: they would be read for ever")
+            raise self._boundary.error("read", "rows, and a token that has not moved: they would be read for ever")
         return rows, after
 
     def trim(self, row_index: int, token: Token) -> None:
-        with self._border.calling("trim"):
+        with self._boundary.calling("trim"):
             self._reader.trim(row_index, token)
 
     def start(self) -> Token:
-        with self._border.calling("start"):
+        with self._boundary.calling("start"):
             token = self._reader.start()
-        return self._border.token("start", token)
+        return self._boundary.token("start", token)
 
     def lag_rows(self, token: Token) -> int | None:
-        with self._border.calling("lag_rows"):
+        with self._boundary.calling("lag_rows"):
             return self._reader.lag_rows(token)
 
     def interrupt(self) -> None:
         self._interrupted.set()
-        with self._border.calling("interrupt"):
+        with self._boundary.calling("interrupt"):
             self._reader.interrupt()
 
     def close(self) -> None:
-        with self._border.calling("close"):
+        with self._boundary.calling("close"):
             self._reader.close()
         if self.closes is not None:
             self.closes.close()
 
 
 class CheckedInput(Input):
-    """An input of the user's own."""
+    """An input of the user's own, with checks around its methods."""
 
     def __init__(self, inner: Input, where: str) -> None:
         super().__init__(inner.config, inner.state, inner.folder)
         self._inner = inner
         self._name = type(inner).__qualname__
-        self._border = _Border(where, self._name)
+        self._boundary = _Boundary(where, self._name)
         self._where = where
         self.consumes = inner.consumes
 
     def partition_count(self) -> int:
-        with self._border.calling("partition_count"):
+        with self._boundary.calling("partition_count"):
             count = self._inner.partition_count()
         if isinstance(count, bool) or not isinstance(count, int):
-            raise self._border.error("partition_count", f"must return a whole number, not {count!r}")
+            raise self._boundary.error("partition_count", f"must return a whole number, not {count!r}")
         return count
 
     def open(self, partition: int) -> PartitionReader:
-        with self._border.calling("open"):
+        with self._boundary.calling("open"):
             reader = self._inner.open(partition)
         if not isinstance(reader, PartitionReader):
-            raise self._border.error("open", f"must return a PartitionReader, not {type(reader).__name__}")
-        return CheckedReader(reader, _Border(self._where, type(reader).__qualname__))
+            raise self._boundary.error("open", f"must return a PartitionReader, not {type(reader).__name__}")
+        return CheckedReader(reader, _Boundary(self._where, type(reader).__qualname__))
 
     def describe(self) -> str:
-        with self._border.calling("describe"):
+        with self._boundary.calling("describe"):
             return str(self._inner.describe())
 
     def ends(self) -> Mapping[int, Token] | None:
-        with self._border.calling("ends"):
+        with self._boundary.calling("ends"):
             ends = self._inner.ends()
-        return None if ends is None else {index: self._border.token("ends", end) for index, end in ends.items()}
+        return None if ends is None else {index: self._boundary.token("ends", end) for index, end in ends.items()}
 
     def reached(self, partition: int, token: Token, end: Token | None) -> bool:
-        with self._border.calling("reached"):
+        with self._boundary.calling("reached"):
             return bool(self._inner.reached(partition, token, end))
 
     def rows_left(self, tokens: Mapping[int, Token]) -> Mapping[int, int]:
-        with self._border.calling("rows_left"):
+        with self._boundary.calling("rows_left"):
             return self._inner.rows_left(tokens)
 
     def check_start(self, started: Callable[[], Collection[int]]) -> None:
-        with self._border.calling("check_start"):
+        with self._boundary.calling("check_start"):
             self._inner.check_start(started)
 
     def close(self) -> None:
-        with self._border.calling("close"):
+        with self._boundary.calling("close"):
             self._inner.close()
 
 

@@ -4,7 +4,8 @@ Files are read in the order of their names and must not change once they are the
 name that begins with a dot, and rename them. Later files must have later names. The token is the name of the file and
 the number of rows of it that were read.
 
-The libraries for Parquet and JSON are imported where they are used: most mappers read queues, and theirs is the memory.
+The libraries for Parquet and JSON are imported where they are used: most mappers read queues, and would have them in
+memory for nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from shuffle.mapper.reader import BATCH_BYTES_MAX_DEFAULT, START, Input, Partiti
 from shuffle.mapper.rows import fit
 
 POLL_S = 0.1
-"""How often a folder is looked at while waiting for a new file. One listing takes well under a millisecond."""
+"""The seconds between two listings of a folder while waiting for a new file. One listing takes well under a
+millisecond."""
 
 JSON_BLOCK_BYTES = 4 * MIB
-"""How much of a JSON-lines file is parsed at once. A single line cannot be longer."""
+"""The number of bytes of a JSON-lines file that are parsed at once. A single line cannot be longer."""
 
 _FORMATS = {
     ".parquet": "parquet",
@@ -42,28 +44,31 @@ _FORMATS = {
 }
 
 
-class _Place(NamedTuple):
+class _FilePosition(NamedTuple):
+    """A position in a folder: what a token of ``FolderReader`` says."""
+
     file: str
-    """Empty before the first file."""
+    """The name of the file; empty before the first file."""
     rows: int
+    """The number of rows of the file that were read."""
 
 
-def encode_place(file: str, rows: int) -> Token:
+def encode_file_position(file: str, rows: int) -> Token:
     return Token(json.dumps({"file": file, "rows": rows}).encode())
 
 
-def decode_place(token: Token) -> _Place:
+def decode_file_position(token: Token) -> _FilePosition:
     if token == START:
-        return _Place("", 0)
+        return _FilePosition("", 0)
     try:
         parsed = json.loads(token)
-        return _Place(str(parsed["file"]), int(parsed["rows"]))
+        return _FilePosition(str(parsed["file"]), int(parsed["rows"]))
     except (ValueError, KeyError, TypeError):
-        raise BadInput("the token is not a place in a folder: was the input of the processor changed?") from None
+        raise BadInput("the token is not a position in a folder: was the input of the processor changed?") from None
 
 
 def is_visible(name: str) -> bool:
-    """Hidden and half-written files, as everybody marks them, are not part of the input."""
+    """Whether a file belongs to the input. Hidden and half-written files, by the usual marks in their names, do not."""
     return not name.startswith((".", "_")) and not name.endswith((".tmp", ".part", ".crc"))
 
 
@@ -72,17 +77,17 @@ def partition_folders(folder: str | Path) -> list[Path]:
     root = Path(folder)
     if not root.is_dir():
         raise SpecError(f"there is no input folder {root}")
-    found = sorted(path for path in root.iterdir() if path.is_dir() and is_visible(path.name))
-    if not found:
+    folders = sorted(path for path in root.iterdir() if path.is_dir() and is_visible(path.name))
+    if not folders:
         raise SpecError(f"{root} has no sub-folders; each of them is one partition of the input")
-    return found
+    return folders
 
 
-def format_of(path: Path, wanted: str | None) -> str:
-    found = wanted or _FORMATS.get(path.suffix.lower())
-    if found is None:
+def format_of(path: Path, configured: str | None) -> str:
+    file_format = configured or _FORMATS.get(path.suffix.lower())
+    if file_format is None:
         raise SpecError(f"{path}: cannot tell its format by its name: set input.format to parquet, arrow or jsonl")
-    return found
+    return file_format
 
 
 class FolderReader(PartitionReader):
@@ -104,30 +109,31 @@ class FolderReader(PartitionReader):
         self._clock = clock
         self._interrupted = threading.Event()
         self._schema: pa.Schema | None = None
-        self._place: _Place | None = None
-        """Where the open file stands: reading on from there needs no seeking."""
+        self._position: _FilePosition | None = None
+        """The position up to which the open file was read; reading on from there needs no seeking. None if no file is
+        open."""
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._rest: pa.RecordBatch | None = None
         self._known: set[str] = set()
 
     @property
     def schema(self) -> pa.Schema:
-        """Of the first file here or, as long as there is none, of the first file of a sibling partition."""
+        """The schema of the first file here or, as long as there is none, of the first file of a sibling partition."""
         if self._schema is None:
             self._schema = self._find_schema()
         return self._schema
 
     def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
         deadline_s = self._clock() + self.wait_ms / 1000
-        place = decode_place(token)
+        position = decode_file_position(token)
         rows_max = max(1, end_row_index - begin_row_index)
         while True:
-            batch, place = self._next_batch(place, rows_max)
+            batch, position = self._next_batch(position, rows_max)
             if batch is not None:
-                return self._conform(batch, place.file), encode_place(*place)
+                return self._conform(batch, position.file), encode_file_position(*position)
             left_s = deadline_s - self._clock()
             if left_s <= 0 or self._interrupted.wait(min(left_s, POLL_S)):
-                return self.schema.empty_table(), encode_place(*place)
+                return self.schema.empty_table(), encode_file_position(*position)
 
     def trim(self, row_index: int, token: Token) -> None:
         """Files stay where they are: they belong to whoever wrote them."""
@@ -143,20 +149,20 @@ class FolderReader(PartitionReader):
         self._forget()
 
     def _forget(self) -> None:
-        self._batches, self._rest, self._place = iter(()), None, None
+        self._batches, self._rest, self._position = iter(()), None, None
 
-    def _next_batch(self, place: _Place, rows_max: int) -> tuple[pa.RecordBatch | None, _Place]:
-        """Rows after ``place``, or None when there are no more files; the place after them."""
-        if place != self._place:
-            self._seek(place)
+    def _next_batch(self, position: _FilePosition, rows_max: int) -> tuple[pa.RecordBatch | None, _FilePosition]:
+        """Rows after ``position``, or None when there are no more files, and the position after them."""
+        if position != self._position:
+            self._seek(position)
         while True:
             batch = self._rest if self._rest is not None else next(self._batches, None)
             if batch is None:
-                following = self._file_after(place.file)
+                following = self._file_after(position.file)
                 if following is None:
-                    self._place = place
-                    return None, place
-                place = _Place(following, 0)
+                    self._position = position
+                    return None, position
+                position = _FilePosition(following, 0)
                 self._batches = self._open(following)
                 continue
             if batch.num_rows == 0:
@@ -167,20 +173,21 @@ class FolderReader(PartitionReader):
                 taken = batch.slice(0, 1)
             left = batch.slice(taken.num_rows)
             self._rest = left if left.num_rows else None
-            self._place = _Place(place.file, place.rows + taken.num_rows)
-            return taken, self._place
+            self._position = _FilePosition(position.file, position.rows + taken.num_rows)
+            return taken, self._position
 
-    def _seek(self, place: _Place) -> None:
+    def _seek(self, position: _FilePosition) -> None:
         self._forget()
-        if place.file:
-            if not (self._folder / place.file).exists():
+        if position.file:
+            if not (self._folder / position.file).exists():
+                path = self._folder / position.file
                 raise OutOfRange(
-                    f"{self._folder / place.file} is gone, but rows after row {place.rows} of it are not processed yet",
-                    file=place.file,
-                    row=place.rows,
+                    f"{path} is gone, but rows after row {position.rows} of it are not processed yet",
+                    file=position.file,
+                    row=position.rows,
                 )
-            self._batches = self._open(place.file, place.rows)
-        self._place = place
+            self._batches = self._open(position.file, position.rows)
+        self._position = position
 
     def _names(self) -> list[str]:
         try:
@@ -190,7 +197,7 @@ class FolderReader(PartitionReader):
 
     def _file_after(self, name: str) -> str | None:
         names = self._names()
-        late = [found for found in names if found < name and self._known and found not in self._known]
+        late = [other for other in names if other < name and self._known and other not in self._known]
         if late:
             raise BadInput(
                 f"{self._folder / late[0]} came after {name} was read, but its name is before: files are read in "
@@ -198,15 +205,15 @@ class FolderReader(PartitionReader):
                 file=late[0],
             )
         self._known.update(names)
-        return next((found for found in names if found > name), None)
+        return next((other for other in names if other > name), None)
 
     def _open(self, name: str, rows: int = 0) -> Iterator[pa.RecordBatch]:
         """The batches of a file without its first ``rows`` rows."""
         path = self._folder / name
-        kind = format_of(path, self._format)
-        if kind == "parquet":
+        file_format = format_of(path, self._format)
+        if file_format == "parquet":
             return parquet_batches(path, rows)
-        if kind == "arrow":
+        if file_format == "arrow":
             return skip_rows(arrow_batches(path), rows)
         return skip_rows(jsonl_batches(path, self.schema), rows)
 
@@ -273,7 +280,7 @@ def skip_rows(batches: Iterator[pa.RecordBatch], rows: int) -> Iterator[pa.Recor
 
 
 def parquet_batches(path: Path, rows: int) -> Iterator[pa.RecordBatch]:
-    """Row groups that lie before the row wanted are not even read."""
+    """The batches of a Parquet file without its first ``rows`` rows. Row groups that lie before them are not read."""
     import pyarrow.parquet as pq
 
     with _readable(path), pq.ParquetFile(path) as file:
@@ -286,12 +293,12 @@ def parquet_batches(path: Path, rows: int) -> Iterator[pa.RecordBatch]:
 
 
 def arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """Of the file format or the stream format; mapped into memory, not copied."""
+    """The batches of a file in Arrow's file format or stream format, mapped into memory and not copied."""
     with _readable(path), pa.memory_map(str(path)) as source:
         if source.read(6) == b"ARROW1":
             file = pa.ipc.open_file(source)
-            for place in range(file.num_record_batches):
-                yield file.get_batch(place)
+            for number in range(file.num_record_batches):
+                yield file.get_batch(number)
         else:
             source.seek(0)
             yield from pa.ipc.open_stream(source)
@@ -310,13 +317,13 @@ def jsonl_batches(path: Path, schema: pa.Schema | None) -> Iterator[pa.RecordBat
         yield from pa_json.open_json(path, read_options=read_options, parse_options=options)
 
 
-def schema_of(path: Path, kind: str) -> pa.Schema:
-    if kind == "parquet":
+def schema_of(path: Path, file_format: str) -> pa.Schema:
+    if file_format == "parquet":
         import pyarrow.parquet as pq
 
         with _readable(path):
             return pq.read_schema(path).remove_metadata()
-    if kind == "arrow":
+    if file_format == "arrow":
         with _readable(path), pa.memory_map(str(path)) as source:
             if source.read(6) == b"ARROW1":
                 return pa.ipc.open_file(source).schema.remove_metadata()
@@ -327,13 +334,13 @@ def schema_of(path: Path, kind: str) -> pa.Schema:
 
 
 class _readable:  # noqa: N801 (reads as a word in a with statement)
-    """Names the file in what Arrow says of a broken one."""
+    """Adds the name of the file to the error that Arrow raises for a broken one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, at: object) -> None:
         if isinstance(error, pa.ArrowException) and not isinstance(error, OSError):
             raise CorruptData(f"{self._path} cannot be read: {error}", file=str(self._path)) from None

@@ -21,33 +21,34 @@ if TYPE_CHECKING:
 
 
 def open_input(spec: ProcessorSpec, client: StateClient) -> Input:
-    """The input of ``spec``. ``SpecError`` with the place in the spec if it is the user's own and cannot be had."""
+    """The input of ``spec``. Raises ``SpecError`` with the path in the spec if it is the user's own and its class
+    cannot be loaded or refuses its options."""
     if KINDS[spec.input.kind].implementation is not None:
         return built_in_input(spec.input, client, spec.path.parent)
     from shuffle.config_schema import check_config
 
-    found = load_input_class(spec, Input)
+    input_class = load_input_class(spec, Input)
     where = spec.at("input.class")
     try:
-        config = check_config(found, spec.input.config)
+        config = check_config(input_class, spec.input.config)
     except SpecError as error:
         raise SpecError(f"{spec.at('input')}: {error.message}", **error.fields) from None
     try:
-        made: Input = found(config, client, spec.path.parent)
+        made: Input = input_class(config, client, spec.path.parent)
     except ShuffleError:
         raise
     except Exception as error:
-        name = found.__qualname__
+        name = input_class.__qualname__
         raise UserCodeError(f"{where}: {name} could not be created: {reason_of(error)}{place_of(error)}") from error
     return CheckedInput(made, where)
 
 
 def built_in_input(spec: InputSpec, client: StateClient, folder: Path = Path()) -> Input:
-    """The input of a kind that comes with the project."""
+    """An input that comes with the project: a queue or a folder."""
     implementation = KINDS[spec.kind].implementation
     if implementation is None:
         raise SpecError("an input of the user's own class can be opened only with its spec")
-    # Loaded here, since Parquet's library would weigh on every mapper that reads a queue.
+    # Loaded here, since Parquet's library would take memory in every mapper that reads a queue.
     module, _, name = implementation.partition(":")
     make: Any = getattr(importlib.import_module(module), name)
     made: Input = make(spec.config, client, folder)
@@ -55,7 +56,7 @@ def built_in_input(spec: InputSpec, client: StateClient, folder: Path = Path()) 
 
 
 def open_reader(spec: ProcessorSpec, partition: int, client: StateClient) -> PartitionReader:
-    """A reader for one partition, for a mapper: as patient, and with batches as large, as the spec says."""
+    """A reader for one partition, for a mapper, with the wait and the size of batches that the spec sets."""
     opened = open_input(spec, client)
     reader = opened.open(partition)
     if isinstance(reader, CheckedReader):
@@ -67,7 +68,7 @@ def open_reader(spec: ProcessorSpec, partition: int, client: StateClient) -> Par
 
 @contextmanager
 def mistakes_located(spec: ProcessorSpec) -> Iterator[None]:
-    """What an input finds wrong with itself, with its place in the spec."""
+    """Adds the path in the spec to a mistake that an input finds in its options."""
     try:
         yield
     except SpecError as error:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from shuffle.statestore import StateClient
 
 PARTITIONS_SHOWN_MAX = 8
-"""Partitions that a mistake names; the rest are counted."""
+"""The most partitions that an error names; the rest are counted."""
 QUEUES_SHOWN_MAX = 10
+"""The most queues that an error names."""
 
 
 def encode_position(position: int) -> Token:
@@ -69,7 +70,8 @@ class QueueReader(PartitionReader):
             max_rows=max(1, end_row_index - begin_row_index),
             max_bytes=self.batch_bytes_max,
             wait_ms=self.wait_ms,
-            # To hear that there is no more would take as long as to hear of what there is.
+            # The rows of one response are enough: a second request, only to learn that there are no more, would take as
+            # long as the first.
             one_answer=True,
         )
         return rows, encode_position(after)
@@ -84,7 +86,7 @@ class QueueReader(PartitionReader):
 
 
 class QueueInput(Input):
-    """A queue of the state store. Nothing in it is ever missing between two positions, so positions count rows."""
+    """A queue of the state store. Its positions have no gaps, so they count rows."""
 
     def __init__(self, config: Mapping[str, Any], state: StateClient, folder: Path) -> None:
         super().__init__(config, state, folder)
@@ -126,8 +128,8 @@ class QueueInput(Input):
         if self.config["start"] == "earliest_available":
             return
         bounds = self._bounds()
-        there = started()
-        trimmed = {index: begin for index, (begin, _) in enumerate(bounds) if begin > 0 and index not in there}
+        with_state = started()
+        trimmed = {index: begin for index, (begin, _) in enumerate(bounds) if begin > 0 and index not in with_state}
         if not trimmed:
             return
         named = list(trimmed.items())[:PARTITIONS_SHOWN_MAX]

@@ -27,7 +27,7 @@ from shuffle.limits import MIB
 from shuffle.spec.config import Compression
 
 BATCH_BYTES = 2 * MIB
-"""Of the rows in one spilled batch, about. What is read, decompressed and trimmed at once."""
+"""The approximate number of bytes of the rows in one spilled batch. It is read, decompressed and trimmed as a whole."""
 
 SPILL_SCHEMA = pa.schema(
     [
@@ -44,20 +44,23 @@ SPILL_SCHEMA = pa.schema(
         ("batch", pa.binary()),
     ]
 )
-"""Of the queues of spilled batches.
+"""The schema of the queues of spilled batches.
 
-``previous_row_index``: the reducer's last row before this batch that it has either in the spill or, as far as was
-known then, committed: a reader that is not that far has lost rows. ``bytes``: of the rows in memory. ``rows_before``,
-``bytes_before``: of all that was ever spilled before this batch for this pair. ``index_steps``: from the index of each
-row to that of the next, as unsigned numbers of 1, 2, 4 or 8 bytes (which, the length tells). ``times_us``: when rows
-were read, as numbers of 8 bytes, each for as many rows as ``time_rows`` says, in 4 bytes. ``batch``: an Arrow stream
-with one record batch."""
+``previous_row_index`` is the reducer's last row before this batch that is either in the spill or, as far as was known
+then, committed: a reader whose cursor is before it has lost rows. ``first_row_index`` and ``last_row_index`` are the
+shuffle indexes of the first and the last row. ``rows`` and ``bytes`` are the numbers of rows and of their bytes in
+memory. ``rows_before`` and ``bytes_before`` are the sums of these over all batches that were ever spilled before this
+one for this mapper and reducer. ``index_steps`` has the differences between the shuffle indexes of neighbouring rows,
+as unsigned numbers of 1, 2, 4 or 8 bytes (the width follows from the length). ``times_us`` has the times at which rows
+were read, as numbers of 8 bytes, each for as many rows as ``time_rows`` says, in numbers of 4 bytes. ``batch`` is an
+Arrow stream with one record batch."""
 
 Indexes = np.ndarray[Any, np.dtype[np.int64]]
+"""Shuffle indexes, or times in microseconds since 1970, one for each row."""
 
 
 class SpillPart(NamedTuple):
-    """Rows of one reducer that are to be spilled, and of each its shuffle index and when it was read."""
+    """Rows of one reducer that are to be spilled, with the shuffle index of each and the time at which it was read."""
 
     rows: pa.RecordBatch
     row_indexes: Indexes
@@ -65,25 +68,27 @@ class SpillPart(NamedTuple):
 
 
 class SpillHead(NamedTuple):
-    """Where one spilled batch is and ends."""
+    """The position of one spilled batch, and where it ends."""
 
     position: int
+    """The position of the batch in the queue."""
     last_row_index: ShuffleIndex
     rows_after: int
-    """Ever spilled, up to the end of this batch."""
+    """The number of rows ever spilled for this mapper and reducer, up to the end of this batch."""
     bytes_after: int
+    """The number of bytes of those rows."""
 
 
 # writing
 
 
 def encode(
-    parts: Sequence[SpillPart], before: SpillEnd, dropped: ShuffleIndex, compression: Compression, since_ms: int
+    parts: Sequence[SpillPart], before: SpillEnd, freed: ShuffleIndex, compression: Compression, since_ms: int
 ) -> tuple[pa.Table, SpillEnd]:
     """``parts`` as spilled batches that follow upon ``before``, and the end behind them.
 
-    ``dropped`` is the last row of the reducer that is in neither the window nor the spill, being committed;
-    ``since_ms``, when this spill was begun.
+    ``freed`` is the last row of the reducer that is in neither the window nor the spill, because it is committed.
+    ``since_ms`` is the time at which this spill was begun.
     """
     options = pa.ipc.IpcWriteOptions(compression=None if compression == "none" else compression)
     columns: dict[str, list[Any]] = {field.name: [] for field in SPILL_SCHEMA}
@@ -92,7 +97,7 @@ def encode(
         first, last = int(indexes[0]), int(indexes[-1])
         stored, steps = _stream(rows, options), _steps(indexes)
         time_rows, times_us = _runs(times)
-        previous = max(end.last_row_index, dropped if dropped < first else NOTHING_COMMITTED)
+        previous = max(end.last_row_index, freed if freed < first else NOTHING_COMMITTED)
         numbers = (previous, first, last, rows.num_rows, rows.nbytes, end.rows, end.nbytes)
         for name, value in zip(columns, (*numbers, steps, time_rows, times_us, stored), strict=True):
             columns[name].append(value)
@@ -108,7 +113,7 @@ def encode(
 
 
 def _sized(parts: Sequence[SpillPart]) -> Iterator[SpillPart]:
-    """The same rows in batches of about ``BATCH_BYTES``: small neighbours together, large ones cut."""
+    """The same rows in batches of about ``BATCH_BYTES``: small adjacent parts are joined, large ones cut."""
     waiting: list[SpillPart] = []
     waiting_bytes = 0
     for part in parts:
@@ -139,7 +144,7 @@ def _stream(rows: pa.RecordBatch, options: pa.ipc.IpcWriteOptions) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema, options=options) as writer:
         writer.write_batch(rows)
-    # A copy, since Arrow never lets go of a memoryview that an array was made of.
+    # A copy, since Arrow never releases a memoryview that an array was made of.
     return bytes(sink.getvalue())
 
 
@@ -151,7 +156,7 @@ def _steps(indexes: Indexes) -> bytes:
 
 
 def _runs(times_us: Indexes) -> tuple[bytes, bytes]:
-    """Rows that were read together have one time: how many rows in a row, and their times."""
+    """The times as runs, since rows that were read together have one time: the length of each run, and its time."""
     begins = np.concatenate([[0], np.flatnonzero(np.diff(times_us)) + 1])
     counts = np.diff(np.append(begins, len(times_us)))
     return counts.astype("<u4").tobytes(), times_us[begins].astype("<i8").tobytes()
@@ -161,6 +166,8 @@ def _runs(times_us: Indexes) -> tuple[bytes, bytes]:
 
 
 class SpilledBatch(NamedTuple):
+    """One spilled batch, decoded."""
+
     head: SpillHead
     previous_row_index: ShuffleIndex
     rows: pa.RecordBatch
@@ -168,30 +175,32 @@ class SpilledBatch(NamedTuple):
     times_us: Indexes
 
 
-def decode_heads(found: pa.Table, begin: int) -> list[SpillHead]:
-    """Where the spilled batches end that were read from position ``begin`` on."""
+def decode_heads(stored: pa.Table, begin: int) -> list[SpillHead]:
+    """The heads of the spilled batches that were read from position ``begin`` on."""
     names = ("last_row_index", "rows_before", "rows", "bytes_before", "bytes")
     return [
         SpillHead(begin + at, ShuffleIndex(last), rows_before + rows, bytes_before + nbytes)
         for at, (last, rows_before, rows, bytes_before, nbytes) in enumerate(
-            zip(*(found[name].to_pylist() for name in names), strict=True)
+            zip(*(stored[name].to_pylist() for name in names), strict=True)
         )
     ]
 
 
-def decode_batch(found: pa.Table, at: int, head: SpillHead) -> SpilledBatch:
-    """The spilled batch in row ``at``; uncompressed ones are not copied."""
-    rows = pa.ipc.open_stream(found["batch"][at].as_buffer()).read_next_batch()
-    first = found["first_row_index"][at].as_py()
-    indexes = _indexes(first, rows.num_rows, found["index_steps"][at].as_py())
-    if rows.num_rows != found["rows"][at].as_py() or int(indexes[-1]) != head.last_row_index:
+def decode_batch(stored: pa.Table, at: int, head: SpillHead) -> SpilledBatch:
+    """The spilled batch in row ``at`` of ``stored``; uncompressed ones are not copied."""
+    rows = pa.ipc.open_stream(stored["batch"][at].as_buffer()).read_next_batch()
+    first = stored["first_row_index"][at].as_py()
+    indexes = _indexes(first, rows.num_rows, stored["index_steps"][at].as_py())
+    expected_rows = stored["rows"][at].as_py()
+    if rows.num_rows != expected_rows or int(indexes[-1]) != head.last_row_index:
         raise CorruptData(
-            f"spilled batch {head.position} says {found['rows'][at].as_py()} rows up to {head.last_row_index}, and has "
+            f"spilled batch {head.position} says {expected_rows} rows up to {head.last_row_index}, and has "
             f"{rows.num_rows} up to {int(indexes[-1])}",
             position=head.position,
         )
-    runs = (np.frombuffer(found[name][at].as_py(), kind) for name, kind in (("times_us", "<i8"), ("time_rows", "<u4")))
-    return SpilledBatch(head, ShuffleIndex(found["previous_row_index"][at].as_py()), rows, indexes, np.repeat(*runs))
+    types = (("times_us", "<i8"), ("time_rows", "<u4"))
+    runs = (np.frombuffer(stored[name][at].as_py(), dtype) for name, dtype in types)
+    return SpilledBatch(head, ShuffleIndex(stored["previous_row_index"][at].as_py()), rows, indexes, np.repeat(*runs))
 
 
 def _indexes(first: int, rows: int, steps: bytes) -> Indexes:

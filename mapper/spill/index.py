@@ -15,8 +15,8 @@ from shuffle.ids import NOTHING_COMMITTED, ShuffleIndex
 from shuffle.mapper.spill.format import SpillHead
 
 HEADS_MAX = 4096
-"""Spilled batches that were read and are not committed yet, of which a mapper remembers where they end: 8 GiB of rows.
-A reducer further ahead of its own commits than that is served all the same, only slower."""
+"""The most spilled batches, read and not committed yet, of which a mapper remembers where they end: 8 GiB of rows. A
+reducer that is further ahead of its own commits than that is still served, only slower."""
 
 
 class Spill:
@@ -28,12 +28,12 @@ class Spill:
         self._rows_done = rows_before
         self._bytes_done = bytes_before
         self._heads: deque[SpillHead] = deque()
-        """Of the batches from ``begin`` on that were read, without a gap. Those behind them will be known once they
-        are read: a spill of days would fill the memory with them otherwise."""
-        self.dropped = NOTHING_COMMITTED
-        """The last row of the last batch that was dropped from here, being committed."""
+        """The heads of the batches from ``begin`` on that were read, without a gap. Those behind them become known when
+        they are read: the heads of a spill of days would fill the memory otherwise."""
+        self.freed = NOTHING_COMMITTED
+        """The shuffle index of the last row of the last batch that was freed from here, because it is committed."""
         self.trimmed = self.begin
-        """Up to where the store was told that it is not needed any more."""
+        """The position up to which the spill's queue was trimmed in the store."""
 
     @property
     def is_empty(self) -> bool:
@@ -41,7 +41,7 @@ class Spill:
 
     @property
     def rows(self) -> int:
-        """Waiting here, those of a batch that is partly committed included."""
+        """The number of rows in the spill, with all rows of a batch that is partly committed."""
         return 0 if self.is_empty else self.end.rows - self._rows_done
 
     @property
@@ -49,37 +49,38 @@ class Spill:
         return 0 if self.is_empty else self.end.nbytes - self._bytes_done
 
     def commit(self, row_index: ShuffleIndex) -> None:
-        """The reducer has committed everything up to ``row_index``: forget the batches that are wholly below it."""
+        """The reducer has committed everything up to ``row_index``: free the batches that are wholly below it."""
         if self.is_empty:
             return
         while self._heads and self._heads[0].last_row_index <= row_index:
-            self._drop(self._heads.popleft())
+            self._free(self._heads.popleft())
         if self.end.last_row_index <= row_index:
             self._heads.clear()
             last = self.end.position - 1
-            self._drop(SpillHead(last, self.end.last_row_index, self.end.rows, self.end.nbytes))
+            self._free(SpillHead(last, self.end.last_row_index, self.end.rows, self.end.nbytes))
 
-    def _drop(self, head: SpillHead) -> None:
+    def _free(self, head: SpillHead) -> None:
         self.begin = head.position + 1
         self._rows_done, self._bytes_done = head.rows_after, head.bytes_after
-        self.dropped = head.last_row_index
+        self.freed = head.last_row_index
 
     def position_after(self, cursor: ShuffleIndex) -> int:
-        """The batch to begin reading at for the rows after ``cursor``; it may be one that ends before them."""
+        """The position of the batch at which to begin reading the rows after ``cursor``. The batch may end before
+        them."""
         at = bisect_right(self._heads, cursor, key=attrgetter("last_row_index"))
         if at < len(self._heads):
             return self._heads[at].position
         return self._heads[-1].position + 1 if self._heads else self.begin
 
     def learn(self, heads: Sequence[SpillHead]) -> None:
-        """What was read of these batches; those that do not follow upon what is known are of no use."""
+        """Remember the heads of batches that were read. Those that do not follow upon the known ones are left out."""
         for head in heads:
             following = self._heads[-1].position + 1 if self._heads else self.begin
             if head.position == following and len(self._heads) < HEADS_MAX:
                 self._heads.append(head)
 
     def extend(self, end: SpillEnd) -> None:
-        """More was spilled."""
+        """More rows were spilled, and the spill ends at ``end`` now."""
         assert end.position > self.end.position
         if self.is_empty:
             self.begin = self.end.position

@@ -1,8 +1,8 @@
 """The spill in the state store: a queue for each mapper with a partition for each reducer, and the table of their ends.
 
-The queue is made when a mapper expects to spill for the first time. Large spills are staged: written and synced ahead,
-outside of the transaction, which then only adopts their file; one that is never published is collected by the store.
-Small ones travel in the transaction, and share files.
+The queue is created when a mapper expects to spill for the first time. Large spills are staged: written and synced
+ahead, outside of the transaction, which then only adopts their file; one that is never published is collected by the
+store. Small ones are appended in the transaction, and share files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from shuffle.errors import CommitUnknown, OutOfRange, StoreUnavailable
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.limits import MIB
 from shuffle.mapper.bucket import ServedBatch
-from shuffle.mapper.spill.answer import SpillAnswer, SpillRead
 from shuffle.mapper.spill.format import (
     SPILL_SCHEMA,
     SpilledBatch,
@@ -34,38 +33,47 @@ from shuffle.mapper.spill.format import (
     encode,
 )
 from shuffle.mapper.spill.index import Spill
+from shuffle.mapper.spill.response import SpillRead, SpillResponse
 from shuffle.spec.config import Compression
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient, Transaction
 
 STAGED_BYTES_MIN = 1 * MIB
-"""Less than this is not worth a file of its own, and does not hold up the store's writer for long."""
+"""The least bytes of a spill that is staged. A smaller one is not worth a file of its own, and does not hold up the
+store's writer for long."""
 
 STAGED_TTL_MS = 60_000
-"""How long staged rows wait for the transaction that follows at once; then they are garbage."""
+"""The milliseconds after which staged rows that were not published are garbage. The transaction that publishes them
+follows at once."""
 
 READ_BYTES = 4 * MIB
-"""Of stored batches, in one read of the queue."""
+"""The most bytes of stored batches in one read of the queue."""
 
-ANSWER_BYTES_MAX = 4 * MIB
-"""Of spilled rows in one answer, whatever was asked for: they come on top of the window's limit."""
+RESPONSE_BYTES_MAX = 4 * MIB
+"""The most bytes of spilled rows in one response, however many were requested: they come on top of the window's
+limit."""
 
 LOAD_ATTEMPTS_MAX = 5
-"""Of finding where a spill begins. Only another instance that trims it can make one fail."""
+"""The number of attempts at finding where a spill begins. Only another instance that trims it can make one fail."""
 
 CACHED_MAX = 4
-"""Spilled batches kept, of different reducers: small answers would else decode each batch again and again."""
+"""The number of decoded batches that are kept, each of another reducer. Without them, small responses would decode each
+batch again and again."""
 
 
 @dataclass(slots=True)
 class Prepared:
-    """Rows on their way into the spill."""
+    """Encoded rows on their way into the spill."""
 
     before: dict[ReducerIndex, SpillEnd]
+    """The ends of the spills before these rows."""
     after: dict[ReducerIndex, SpillEnd] = field(default_factory=dict)
+    """The ends of the spills behind these rows."""
     staged: dict[ReducerIndex, str] = field(default_factory=dict)
+    """The ids of the rows that were staged, and which the transaction is to publish."""
     tables: dict[ReducerIndex, pa.Table] = field(default_factory=dict)
+    """The rows that the transaction is to append itself."""
 
 
 class SpillStore:
@@ -89,13 +97,13 @@ class SpillStore:
         self._cache: OrderedDict[ReducerIndex, SpilledBatch] = OrderedDict()
         self._cache_lock = threading.Lock()
 
-    # the whole of it, after a restart
+    # loading, after a restart
 
     def load(self) -> tuple[MapperState | None, dict[ReducerIndex, Spill]]:
-        """The mapper's persisted state, and what is in the spill at the same moment.
+        """The mapper's persisted state and the ends of the spills, from one snapshot.
 
-        Where a spill begins is asked afterwards. It may have moved on by then, even past the end that was found; but
-        what was trimmed was committed, so it is not missed.
+        Where a spill begins is read afterwards. The begin may have moved on by then, even past the end that was read;
+        but only committed rows are trimmed, so none is missing.
         """
         reducers = [ReducerIndex(index) for index in range(self._reducer_count)]
         with self._client.snapshot() as snapshot:
@@ -121,7 +129,7 @@ class SpillStore:
     # writing
 
     def get_ready(self) -> None:
-        """Make the queue, if this instance does not know that it is there."""
+        """Create the queue, unless this instance knows that it exists."""
         if not self._has_queue:
             self._client.create_queue(self._queue_name, SPILL_SCHEMA, self._reducer_count, if_not_exists=True)
             self._has_queue = True
@@ -130,10 +138,10 @@ class SpillStore:
         self,
         parts: Mapping[ReducerIndex, Sequence[SpillPart]],
         before: dict[ReducerIndex, SpillEnd],
-        dropped: Mapping[ReducerIndex, ShuffleIndex],
+        freed: Mapping[ReducerIndex, ShuffleIndex],
         is_begun: Mapping[ReducerIndex, bool],
     ) -> Prepared:
-        """Encode the rows, and write the large ones ahead of the transaction."""
+        """Encode the rows, and stage the large spills ahead of the transaction."""
         self.get_ready()
         queue = self._client.queue(self._queue_name)
         prepared = Prepared(before)
@@ -141,7 +149,7 @@ class SpillStore:
         for reducer, rows in parts.items():
             end = before[reducer]
             since_ms = end.since_ms if is_begun[reducer] else now_ms
-            table, after = encode(rows, end, dropped[reducer], self._compression, since_ms)
+            table, after = encode(rows, end, freed[reducer], self._compression, since_ms)
             prepared.after[reducer] = after
             if table.nbytes >= STAGED_BYTES_MIN:
                 prepared.staged[reducer] = queue.stage(table, ttl_ms=STAGED_TTL_MS)
@@ -150,9 +158,9 @@ class SpillStore:
         return prepared
 
     def is_expected(self, tx: Transaction, prepared: Prepared) -> bool:
-        """Whether the spills end where this instance thinks they do. It makes the transaction depend on it."""
-        found = lookup_spills(tx, self._processor, self._mapper_index, list(prepared.before))
-        return all(found.get(reducer, SpillEnd()) == end for reducer, end in prepared.before.items())
+        """Whether the spills end where this instance expects. The lookup makes the transaction depend on it."""
+        ends = lookup_spills(tx, self._processor, self._mapper_index, list(prepared.before))
+        return all(ends.get(reducer, SpillEnd()) == end for reducer, end in prepared.before.items())
 
     def write(self, tx: Transaction, prepared: Prepared) -> None:
         for reducer, staged_id in prepared.staged.items():
@@ -162,12 +170,13 @@ class SpillStore:
         tx.write(spills_table(self._processor), spill_rows(self._mapper_index, prepared.after))
 
     def discard(self, prepared: Prepared) -> None:
-        """It is certain that the transaction did not and will not happen."""
+        """Remove staged rows. To be called only if it is certain that the transaction did not and will not happen."""
         for staged_id in prepared.staged.values():
             self._client.queue(self._queue_name).discard(staged_id)
 
     def trim(self, positions: Mapping[ReducerIndex, int]) -> bool:
-        """Give up what is committed; False if it has to be done again, because nobody knows whether it was done.
+        """Trim the batches before ``positions``, which are committed; False if the outcome is unknown, so that it has
+        to be done again.
 
         It may be repeated, and be done by any instance: what is committed stays so.
         """
@@ -183,36 +192,36 @@ class SpillStore:
     # reading
 
     def read(self, read: SpillRead) -> tuple[list[SpillHead], list[ServedBatch]]:
-        """The rows that answer ``read``, and where the batches end that were met on the way."""
+        """The rows that ``read`` is for, and the heads of the batches that were read for it."""
         queue = self._client.queue(self._queue_name)
-        answer = SpillAnswer(read, ANSWER_BYTES_MAX)
-        met: list[SpillHead] = []
+        response = SpillResponse(read, RESPONSE_BYTES_MAX)
+        heads: list[SpillHead] = []
         position = read.position
         cached = self._cached(read.reducer_index, position)
         if cached is not None:
-            met.append(cached.head)
+            heads.append(cached.head)
             position += 1
-            if not answer.add(cached):
-                return met, answer.served
+            if not response.add(cached):
+                return heads, response.served
         while position < read.end:
-            found, _ = queue.read(read.reducer_index, position, max_rows=read.end - position, max_bytes=READ_BYTES)
-            if not found.num_rows:
+            stored, _ = queue.read(read.reducer_index, position, max_rows=read.end - position, max_bytes=READ_BYTES)
+            if not stored.num_rows:
                 break
-            for at, head in enumerate(decode_heads(found, position)):
-                met.append(head)
+            for at, head in enumerate(decode_heads(stored, position)):
+                heads.append(head)
                 if head.last_row_index <= read.cursor:
                     continue
-                batch = decode_batch(found, at, head)
-                if not answer.add(batch):
+                batch = decode_batch(stored, at, head)
+                if not response.add(batch):
                     self._keep(read.reducer_index, batch)
-                    return met, answer.served
-            position += found.num_rows
-        return met, answer.served
+                    return heads, response.served
+            position += stored.num_rows
+        return heads, response.served
 
     def _cached(self, reducer: ReducerIndex, position: int) -> SpilledBatch | None:
         with self._cache_lock:
-            found = self._cache.get(reducer)
-        return found if found is not None and found.head.position == position else None
+            batch = self._cache.get(reducer)
+        return batch if batch is not None and batch.head.position == position else None
 
     def _keep(self, reducer: ReducerIndex, batch: SpilledBatch) -> None:
         with self._cache_lock:

@@ -1,13 +1,14 @@
-"""Rows for a process on the same machine: through memory that both see, and only a note about them over the wire.
+"""Rows for a process on the same machine: through memory that both see, with only a handle of it on the wire.
 
 A socket copies rows four times between two processes of one machine; this copies them twice, and half of what it costs
-to shuffle rows was the socket. An ``Outbox`` is memory without a name (a ``memfd``). It is used again for every answer
-of one exchange, so its pages are warm; the other side opens it by way of ``/proc``, and copies what is in it before it
-asks for more. It needs no cleaning up: it is gone with the processes that have it open.
+to shuffle rows was the socket. A ``MemoryWriter`` has an anonymous memory file (a ``memfd``). It is used again for
+every response of one exchange, so its pages are warm; the ``MemoryReader`` of the other side opens it by way of
+``/proc``, and copies what is in it before the next request. It needs no cleaning up: the kernel frees it with the last
+process that has it open.
 
 Both sides must run on one machine (``machine`` says which) and for one user. Where that is not so, or a system has no
-``memfd`` or no ``/proc``, rows go over the wire as they always can. An inbox that cannot open what it is told of says
-so, and its owner asks again without offering it.
+``memfd`` or no ``/proc``, rows go over the wire, which always works. A reader that cannot open the memory raises
+``NotShared``, and the request is made again without an offer of shared memory.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from shuffle.limits import KIB
 from shuffle.support.logs import get_logger
 
 BYTES_MIN = 256 * KIB
-"""Fewer bytes are as quick over the wire."""
+"""The least bytes of a response that is sent through shared memory. Fewer are as quick over the wire."""
 
 _SLACK_BYTES = 256 * KIB
-"""Of an outbox beyond the rows it is for: what Arrow writes around them."""
+"""The bytes by which the shared memory is larger than the rows it is for: room for what Arrow writes around them."""
 
 _log = get_logger(__name__)
 
 
 class NotShared(Exception):
-    """The memory that a note tells of cannot be opened here."""
+    """The memory that a handle names cannot be opened here."""
 
 
 @functools.cache
 def machine() -> str | None:
-    """What processes on one machine have in common and no others; None where memory cannot be shared like this."""
+    """An id that the processes of one user on this machine have in common, and no others; None where memory cannot be
+    shared like this."""
     if not hasattr(os, "memfd_create"):
         return None
     try:
@@ -52,27 +54,32 @@ def machine() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryHandle:
-    """Where rows are: a file that a process has open, which one it must be, and how much of it is used."""
+    """Where shared rows are: in a file that a process has open."""
 
     pid: int
+    """The id of the process that has the file open."""
     fd: int
+    """The file descriptor in that process."""
     inode: int
+    """The inode that the file must have; with another one it is not the file that was meant."""
     size_bytes: int
+    """The number of bytes at the begin of the file that are used."""
 
 
 class MemoryWriter:
-    """Holds the rows of one answer at a time."""
+    """Shared memory that holds the rows of one response at a time."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.is_refused = False
-        """The system does not allow it, or has no files or memory left for it."""
+        """Whether the memory could not be created: the system does not allow it, or has no files or memory left."""
         self._fd = -1
         self._inode = 0
         self._memory: mmap.mmap | None = None
 
     def put(self, batches: Sequence[pa.RecordBatch]) -> MemoryHandle | None:
-        """Write the batches in place of those before; None if they do not fit. Nobody reads those before any more."""
+        """Write the batches over the previous ones; None if they do not fit. Nobody may read the previous ones any
+        more."""
         if sum(batch.nbytes for batch in batches) > self.bytes_max:
             return None
         if self._memory is None:
@@ -85,7 +92,7 @@ class MemoryWriter:
                 for batch in batches:
                     writer.write_batch(batch)
             return MemoryHandle(os.getpid(), self._fd, self._inode, sink.tell())
-        except (pa.ArrowException, OSError):  # More around the rows than there is room for.
+        except (pa.ArrowException, OSError):  # What Arrow writes around the rows does not fit into the slack.
             return None
 
     def _open(self) -> None:
@@ -108,46 +115,49 @@ class MemoryWriter:
 
 
 class MemoryReader:
-    """Reads what an outbox holds. Remembers the last one, which the next note is most likely about."""
+    """Reads what a ``MemoryWriter`` has written. Keeps the last memory open, since the next handle most likely names
+    the same one."""
 
     def __init__(self) -> None:
         self._opened: tuple[int, int, int] | None = None
         self._memory: mmap.mmap | None = None
 
-    def take(self, note: MemoryHandle) -> list[pa.RecordBatch]:
-        """A copy of the batches."""
-        memory = self._mapped(note)
-        if not 0 < note.size_bytes <= len(memory):
-            raise NotShared(f"process {note.pid} tells of {note.size_bytes} bytes in shared memory of {len(memory)}")
-        own = pa.allocate_buffer(note.size_bytes)
-        np.copyto(np.frombuffer(own, np.uint8), np.frombuffer(memory, np.uint8, note.size_bytes))
+    def take(self, handle: MemoryHandle) -> list[pa.RecordBatch]:
+        """A copy of the batches that ``handle`` names."""
+        memory = self._mapped(handle)
+        if not 0 < handle.size_bytes <= len(memory):
+            raise NotShared(
+                f"process {handle.pid} tells of {handle.size_bytes} bytes in shared memory of {len(memory)}"
+            )
+        own = pa.allocate_buffer(handle.size_bytes)
+        np.copyto(np.frombuffer(own, np.uint8), np.frombuffer(memory, np.uint8, handle.size_bytes))
         return list(pa.ipc.open_stream(own))
 
-    def _mapped(self, note: MemoryHandle) -> mmap.mmap:
-        wanted = note.pid, note.fd, note.inode
-        if self._memory is None or wanted != self._opened:
+    def _mapped(self, handle: MemoryHandle) -> mmap.mmap:
+        requested = handle.pid, handle.fd, handle.inode
+        if self._memory is None or requested != self._opened:
             self.close()
             try:
-                self._memory = _open(note)
+                self._memory = _open(handle)
             except (OSError, ValueError) as error:
-                raise NotShared(f"the shared memory of process {note.pid} cannot be opened: {error}") from None
-            self._opened = wanted
+                raise NotShared(f"the shared memory of process {handle.pid} cannot be opened: {error}") from None
+            self._opened = requested
         return self._memory
 
     def close(self) -> None:
         self._opened = self._memory = None
 
 
-def _open(note: MemoryHandle) -> mmap.mmap:
-    # Another process may have that number by now, or in this container, and anything open under the other.
+def _open(handle: MemoryHandle) -> mmap.mmap:
+    # Another process may have that pid by now, or in this container, and any file may be open under that descriptor.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-    fd = os.open(f"/proc/{note.pid}/fd/{note.fd}", flags)
+    fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", flags)
     try:
-        if os.fstat(fd).st_ino != note.inode:
-            raise NotShared(f"file {note.fd} of process {note.pid} is another one")
+        if os.fstat(fd).st_ino != handle.inode:
+            raise NotShared(f"file {handle.fd} of process {handle.pid} is another one")
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            # Whoever reads memory that was cut off since it was mapped is ended by the kernel.
-            raise NotShared(f"the shared memory of process {note.pid} could be cut while it is read")
+            # A process that reads mapped memory behind the end of its file is killed by the kernel.
+            raise NotShared(f"the shared memory of process {handle.pid} could be cut while it is read")
         return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
     finally:
         os.close(fd)

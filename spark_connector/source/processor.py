@@ -29,7 +29,7 @@ from shuffle.errors import (
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB
 from shuffle.messages import GetRows
-from shuffle.reducer.exchange import Answer
+from shuffle.reducer.exchange import RowsResponse
 from shuffle.reducer.fetch import get_rows
 from shuffle.spark_connector.store_handle import RETRY_MS, StoreHandle, retry_backoff
 from shuffle.spark_connector.waiting import Waiting
@@ -296,7 +296,7 @@ def _status(mapper: MapperAddress) -> Produced | None:
         return None
 
 
-def _get_rows(mapper: MapperAddress, index: int, request: GetRows) -> Answer:
+def _get_rows(mapper: MapperAddress, index: int, request: GetRows) -> RowsResponse:
     who = f"mapper {index} at {mapper.address}"
     return get_rows(_flight(mapper.address), request, who=who, timeout_s=request.wait_ms / 1000 + 2 * ASK_TIMEOUT_S)
 

@@ -23,7 +23,7 @@ from shuffle.errors import (
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.reducer.commit import Committer
 from shuffle.reducer.core import FetchLimits, ReduceBatch, ReducerCore
-from shuffle.reducer.cycle import CONFLICTS_MAX, ReduceCycle, Surroundings
+from shuffle.reducer.cycle import CONFLICTS_MAX, CycleEnvironment, ReduceCycle
 from shuffle.reducer.reduce import Reduced, ReduceStage
 from shuffle.reducer.shared_core import SharedCore
 from shuffle.statestore import StateClient, Transaction
@@ -111,7 +111,7 @@ class Instance:
             dead_letter_queue=None,
             locate=lambda part, place: None,
         )
-        surroundings = Surroundings(
+        surroundings = CycleEnvironment(
             metrics=self.counted,
             backoff=lambda: Backoff(1_000, 4_000, chance=lambda: 1.0),
             clock=lambda: self.now_s,

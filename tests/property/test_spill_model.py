@@ -13,9 +13,9 @@ from shuffle.durable.spill_ends import SpillEnd
 from shuffle.errors import RowsGone, StoreUnavailable
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.mapper.core import MapperCore
-from shuffle.mapper.spill.answer import SpillAnswer
 from shuffle.mapper.spill.format import SPILL_SCHEMA, decode_batch, decode_heads, encode
 from shuffle.mapper.spill.index import Spill
+from shuffle.mapper.spill.response import SpillResponse
 from shuffle.mapper.trim_plan import TrimPlan
 from shuffle.messages import GetRows
 from shuffle.spec.config import SpillSpec
@@ -91,7 +91,7 @@ class SpillModel(WindowModel):
         if read is not None:
             assert not served
             assert read.position >= self.begins[reducer]
-            answer = SpillAnswer(read, 1 << 20)
+            answer = SpillResponse(read, 1 << 20)
             found = self.stored[reducer].slice(read.position, read.end - read.position)
             heads = decode_heads(found, read.position)
             for at, head in enumerate(heads):
@@ -129,8 +129,8 @@ class SpillModel(WindowModel):
         before = self.core.spilling.ends(list(plan.spill))
         for reducer, parts in plan.spill.items():
             assert before[reducer] == self.ends[reducer]
-            dropped = plan.freed[reducer]
-            self.tables[reducer], self.ends_after[reducer] = encode(parts, before[reducer], dropped, "lz4", 1)
+            freed = plan.freed[reducer]
+            self.tables[reducer], self.ends_after[reducer] = encode(parts, before[reducer], freed, "lz4", 1)
 
     @precondition(lambda self: self.plan is not None)
     @rule(outcome=outcomes)

@@ -262,7 +262,7 @@ def row_after_the_cursor_again(patch: Any) -> None:
 
     def row_after(self: Any, row_index: int) -> int:
         found = original(self, row_index)
-        return found - 1 if 0 < found < len(self.places) else found
+        return found - 1 if 0 < found < len(self.row_offsets) else found
 
     patch(_Part, "row_after", row_after)
 

@@ -15,9 +15,9 @@ from shuffle.ids import NOTHING_COMMITTED as _NOTHING_COMMITTED
 from shuffle.reducer.commit import Committer as _Committer
 from shuffle.reducer.core import ReducerCore as _Core
 from shuffle.reducer.core import Settled as _Settled
-from shuffle.reducer.fetch import Choice as _Choice
+from shuffle.reducer.fetch import InstanceChoice as _InstanceChoice
 from shuffle.reducer.reduce import ReduceStage as _Stage
-from shuffle.reducer.row_cache import KnownRows as _KnownRows
+from shuffle.reducer.row_cache import CommittedRowCache as _CommittedRowCache
 from shuffle.statestore.client.transaction import Transaction as _Transaction
 from shuffle.statestore.codec.arrow_bytes import to_list as _listed
 
@@ -120,7 +120,7 @@ def conflict_taken_for_committed(patch: Any) -> None:
 def known_rows_neither_expected_nor_forgotten(patch: Any) -> None:
     """The state kept between commits outlives the conflict that says it is not true any more."""
     patch(_Transaction, "_get_through", _get_without_expecting)
-    patch(_KnownRows, "forget", lambda self: False)
+    patch(_CommittedRowCache, "forget", lambda self: False)
 
 
 def known_rows_learnt_before_the_answer(patch: Any) -> None:
@@ -135,7 +135,7 @@ def known_rows_learnt_before_the_answer(patch: Any) -> None:
 
     patch(_Transaction, "commit", commit)
     patch(_Transaction, "_get_through", _get_without_expecting)
-    patch(_KnownRows, "forget", lambda self: False)
+    patch(_CommittedRowCache, "forget", lambda self: False)
 
 
 _get_expecting = _Transaction._get_through
@@ -274,4 +274,4 @@ def only_one_instance_is_ever_asked(patch: Any) -> None:
             self._listed = list(listed)
         return self._listed[0] if self._listed else None
 
-    patch(_Choice, "choose", choose)
+    patch(_InstanceChoice, "choose", choose)

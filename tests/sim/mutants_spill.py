@@ -9,9 +9,9 @@ from shuffle.durable.mapper_state import state_rows as _state_rows
 from shuffle.durable.tables import mappers_table as _mappers_table
 from shuffle.mapper.core import MapperCore as _Core
 from shuffle.mapper.shared_core import SharedCore as _Shared
-from shuffle.mapper.spill.answer import SpillAnswer as _Answer
 from shuffle.mapper.spill.index import Spill as _Spill
 from shuffle.mapper.spill.policy import Spilling as _Spilling
+from shuffle.mapper.spill.response import SpillResponse as _SpillResponse
 from shuffle.mapper.spill.store import SpillStore as _Store
 from shuffle.mapper.trim import Trimmer as _Trimmer
 from shuffle.statestore.client.transaction import Transaction as _Transaction
@@ -178,7 +178,7 @@ def unpublished_rows_taken_for_spilled(patch: Any) -> None:
 
 
 def spill_skips_a_batch(patch: Any) -> None:
-    original = _Answer.add
+    original = _SpillResponse.add
 
     def add(self: Any, batch: Any) -> bool:
         if self.served and batch.head.position % 3 == 0:
@@ -186,7 +186,7 @@ def spill_skips_a_batch(patch: Any) -> None:
             return True
         return original(self, batch)
 
-    patch(_Answer, "add", add)
+    patch(_SpillResponse, "add", add)
 
 
 def unknown_trim_of_the_spill_taken_for_done(patch: Any) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shuffle.mapper.core import MapperCore
-from shuffle.mapper.spill.answer import SpillAnswer
 from shuffle.mapper.spill.index import Spill
 from shuffle.mapper.spill.policy import Spilling
+from shuffle.mapper.spill.response import SpillResponse
 from shuffle.mapper.spill.store import SpillStore
 from shuffle.mapper.trim import Trimmer
 
@@ -71,7 +71,7 @@ def install(watch: Callable[..., None]) -> None:
         if error is None and answer.served:
             mark("rows came from the spill")
 
-    watch(SpillAnswer, "add", served)
+    watch(SpillResponse, "add", served)
 
     def read(mark: Any, store: Any, args: Any, result: Any, error: Any) -> None:
         if error is None and args[0].position < args[0].spill.begin + len(args[0].spill._heads):

@@ -108,6 +108,6 @@ def _settle() -> None:
     vars(mapper).update(MapperMetrics=NoMetrics)
     vars(sys.modules["shuffle.mapper.instance"]).update(DRAIN_S=2.0)
     vars(reducer).update(ReducerMetrics=NoMetrics, _STOP_CHECK_S=1.0)
-    vars(fetch).update(ANSWER_S_MAX=1.0, LOCATE_S_MAX=0.5)
+    vars(fetch).update(RESPONSE_S_MAX=1.0, LOCATE_S_MAX=0.5)
     vars(stream).update(STREAM_S_MAX=0.5)
     importlib.import_module("tests.sim.stragglers").settle(dict(sys.modules))

@@ -23,7 +23,7 @@ from shuffle.mapper.shared_core import SharedCore as SharedMapperCore
 from shuffle.messages import GetRows, Tail
 from shuffle.metrics import ReducerMetrics
 from shuffle.reducer.core import FetchedBatch, FetchLimits, ReduceBatch, ReducerCore
-from shuffle.reducer.fetch import Choice, Fetcher, RowLocator, get_rows
+from shuffle.reducer.fetch import Fetcher, InstanceChoice, RowLocator, get_rows
 from shuffle.reducer.shared_core import SharedCore
 from shuffle.statestore import StateClient
 from shuffle.support import flight
@@ -136,7 +136,7 @@ def test_get_rows_of_nobody_is_a_typed_error_in_bounded_time() -> None:
 
 def test_choice_is_the_youngest_and_after_failures_the_next_in_turn() -> None:
     young, old = MapperAddress(Guid("b"), "grpc://h:2"), MapperAddress(Guid("a"), "grpc://h:1")
-    choice = Choice()
+    choice = InstanceChoice()
     assert choice.choose([]) is None
     assert choice.choose([young, old]) == young
     choice.failed()

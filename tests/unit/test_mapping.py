@@ -11,7 +11,7 @@ from shuffle.api import Mapper, PartitionedRowset, WorkerSpec
 from shuffle.errors import StoreUnavailable, UserCodeError
 from shuffle.ids import Guid, InputIndex
 from shuffle.mapper.core import MappedBatch
-from shuffle.mapper.mapping import Mapping, cut, own, plain
+from shuffle.mapper.mapping import MapStage, cut, own, plain
 from shuffle.spec.config import OnError
 from shuffle.user_code.poison import decode_row
 
@@ -29,8 +29,8 @@ class Custom(Mapper):
         return result
 
 
-def mapping(function: Callable[[pa.Table], Any], on_error: OnError = "stop") -> Mapping:
-    return Mapping(Custom(function), SPEC, on_error)
+def mapping(function: Callable[[pa.Table], Any], on_error: OnError = "stop") -> MapStage:
+    return MapStage(Custom(function), SPEC, on_error)
 
 
 def spread(rows: pa.Table) -> PartitionedRowset:
@@ -51,7 +51,7 @@ def ordered(mapped: MappedBatch) -> list[int]:
     rows = [
         (int(place), value)
         for part in mapped.parts
-        for place, value in zip(part.places, part.rows.column("n").to_pylist(), strict=True)
+        for place, value in zip(part.row_offsets, part.rows.column("n").to_pylist(), strict=True)
     ]
     assert [place for place, _ in sorted(rows)] == list(range(mapped.rows_out))
     return [value for _, value in sorted(rows)]

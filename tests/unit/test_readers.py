@@ -10,7 +10,7 @@ import pytest
 from shuffle.errors import BadInput, CorruptData, OutOfRange, SchemaMismatch, SpecError
 from shuffle.ids import Token
 from shuffle.mapper.reader import START
-from shuffle.mapper.readers.folder import FolderReader, encode_place, partition_folders
+from shuffle.mapper.readers.folder import FolderReader, encode_file_position, partition_folders
 from shuffle.mapper.readers.opening import built_in_input
 from shuffle.mapper.readers.queue import QueueReader, decode_position, encode_position
 from shuffle.spec.inputs import FolderInputSpec, InputSpec, QueueInputSpec, input_described_as
@@ -46,7 +46,7 @@ def test_queue_reader_refuses_a_token_of_another_reader(tmp_path: Path) -> None:
     with StateClient.open(tmp_path) as client:
         client.create_queue("in", schema=SCHEMA, partitions=1)
         with pytest.raises(BadInput, match="was the input of the processor changed"):
-            QueueReader(client, "in", 0).read(0, 1, encode_place("a.parquet", 3))
+            QueueReader(client, "in", 0).read(0, 1, encode_file_position("a.parquet", 3))
 
 
 def test_folder_reader_sees_files_that_come_later(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_folder_reader_refuses_a_late_file_with_an_early_name(tmp_path: Path) ->
 def test_folder_reader_says_which_file_is_gone(tmp_path: Path) -> None:
     put(tmp_path / "p", "b.parquet", 0)
     with pytest.raises(OutOfRange, match=r"a\.parquet is gone"):
-        FolderReader(tmp_path / "p").read(0, 10, encode_place("a.parquet", 1))
+        FolderReader(tmp_path / "p").read(0, 10, encode_file_position("a.parquet", 1))
 
 
 def test_folder_reader_ignores_hidden_and_half_written_files(tmp_path: Path) -> None:

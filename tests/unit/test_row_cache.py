@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from shuffle.errors import CommitConflict
-from shuffle.reducer.row_cache import KEYS_MAX, KnownRows
+from shuffle.reducer.row_cache import KEYS_MAX, CommittedRowCache
 from shuffle.statestore import StateClient, Transaction
 
 KEY = pa.schema([pa.field("name", pa.string(), nullable=False)])
@@ -51,7 +51,7 @@ def read_and_write(client: StateClient, *read: str, **sums: int) -> dict[str, in
 
 
 def test_known_rows_are_learnt_from_what_a_commit_read_and_wrote(store: StateClient) -> None:
-    known = KnownRows()
+    known = CommittedRowCache()
     knowing = store.with_row_cache(known)
     write(store, a=1)
     assert read_and_write(knowing, "a", "b", c=3) == {"a": 1}
@@ -62,7 +62,7 @@ def test_known_rows_are_learnt_from_what_a_commit_read_and_wrote(store: StateCli
 
 
 def test_known_rows_are_not_learnt_without_a_commit(store: StateClient) -> None:
-    known = KnownRows()
+    known = CommittedRowCache()
     with store.with_row_cache(known).transaction() as transaction:
         assert seen(transaction, "a") == {}
         transaction.write("totals", rows(a=1))
@@ -74,7 +74,7 @@ def test_known_rows_are_not_learnt_without_a_commit(store: StateClient) -> None:
 def test_known_row_that_somebody_else_has_written_is_a_conflict_and_forgotten(
     store: StateClient, before: dict[str, int]
 ) -> None:
-    known = KnownRows()
+    known = CommittedRowCache()
     knowing = store.with_row_cache(known)
     write(store, **{"other": 0, **before})
     assert read_and_write(knowing, "a", b=1) == before
@@ -86,7 +86,7 @@ def test_known_row_that_somebody_else_has_written_is_a_conflict_and_forgotten(
 
 
 def test_known_rows_and_others_in_one_lookup_keep_the_order_of_the_keys(store: StateClient) -> None:
-    knowing = store.with_row_cache(KnownRows())
+    knowing = store.with_row_cache(CommittedRowCache())
     write(store, a=1, b=2, c=3)
     read_and_write(knowing, "b", d=4)
     with knowing.transaction() as transaction:
@@ -95,7 +95,7 @@ def test_known_rows_and_others_in_one_lookup_keep_the_order_of_the_keys(store: S
 
 
 def test_known_rows_are_forgotten_after_a_large_write(store: StateClient) -> None:
-    known = KnownRows()
+    known = CommittedRowCache()
     knowing = store.with_row_cache(known)
     read_and_write(knowing, "a", a=1)
     assert len(known) == 1
@@ -104,7 +104,7 @@ def test_known_rows_are_forgotten_after_a_large_write(store: StateClient) -> Non
 
 
 def test_known_rows_stay_below_their_limit_and_the_oldest_go_first() -> None:
-    known = KnownRows(bytes_max=1000)
+    known = CommittedRowCache(bytes_max=1000)
     for number in range(10):
         known.learn({b"%d" % number: bytes(50)})
     assert list(known.among([b"%d" % number for number in range(10)])) == [b"7", b"8", b"9"]

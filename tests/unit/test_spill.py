@@ -17,9 +17,9 @@ from shuffle.errors import CommitUnknown, CorruptData, RowsGone
 from shuffle.ids import NOTHING_COMMITTED, Guid, MapperIndex, ReducerIndex, ShuffleIndex
 from shuffle.mapper.core import MapperCore
 from shuffle.mapper.readers.queue import QueueReader
-from shuffle.mapper.spill.answer import SpillAnswer, SpillRead
 from shuffle.mapper.spill.format import SpillHead, SpillPart, decode_batch, decode_heads, encode
 from shuffle.mapper.spill.index import Spill
+from shuffle.mapper.spill.response import SpillRead, SpillResponse
 from shuffle.mapper.spill.store import SpillStore
 from shuffle.mapper.trim import Trimmer
 from shuffle.messages import METADATA_FIELDS
@@ -38,7 +38,7 @@ def read_all(
     max_rows: int = 100,
     max_bytes: int = 1 << 20,
     with_metadata: bool = False,
-) -> SpillAnswer:
+) -> SpillResponse:
     end = SpillEnd(table.num_rows)
     read = SpillRead(
         ReducerIndex(1),
@@ -51,14 +51,14 @@ def read_all(
         max_bytes,
         with_metadata,
     )
-    answer = SpillAnswer(read, 1 << 20)
+    answer = SpillResponse(read, 1 << 20)
     for at, head in enumerate(decode_heads(table, 0)):
         if head.last_row_index > cursor and not answer.add(decode_batch(table, at, head)):
             break
     return answer
 
 
-def indexes_of(answer: SpillAnswer) -> list[int]:
+def indexes_of(answer: SpillResponse) -> list[int]:
     return [int(value.split(":")[0]) for one in answer.served for value in one.rows["v"].to_pylist()]
 
 
@@ -140,12 +140,12 @@ def test_spill_forgets_batches_that_are_wholly_committed() -> None:
     assert one.position_after(ShuffleIndex(9)) == 1
     assert one.position_after(ShuffleIndex(25)) == 2, "what was not read yet may hold it"
     one.commit(ShuffleIndex(15))
-    assert (one.begin, one.rows, one.dropped) == (1, 30, 9), "the second batch is only partly committed"
+    assert (one.begin, one.rows, one.freed) == (1, 30, 9), "the second batch is only partly committed"
     one.learn([head(3, 39, 40)])
     assert one.position_after(ShuffleIndex(25)) == 2, "a batch that does not follow is of no use"
     one.commit(ShuffleIndex(39))
     assert one.is_empty
-    assert (one.begin, one.rows, one.nbytes, one.dropped) == (4, 0, 0, 39)
+    assert (one.begin, one.rows, one.nbytes, one.freed) == (4, 0, 0, 39)
 
 
 def test_empty_spill_begins_anew_where_it_ended() -> None:

@@ -21,8 +21,8 @@ from shuffle.mapper.reader import PartitionReader
 from shuffle.mapper.spill.format import encode
 from shuffle.mapper.spill.index import Spill
 from shuffle.mapper.spill.store import SpillStore
-from shuffle.mapper.spill.stragglers import STANDING_AGES, Seen, Stragglers
-from shuffle.mapper.trim import LOOK_S, Trimmer
+from shuffle.mapper.spill.stragglers import STANDING_AGES, ReducerProgress, Stragglers
+from shuffle.mapper.trim import STRAGGLER_CHECK_S, Trimmer
 from shuffle.messages import GetRows
 from shuffle.spec.config import SpillSpec
 from shuffle.statestore import StateClient
@@ -35,7 +35,7 @@ def run(positions: list[list[int]], share: float = 0.5, step_ms: int = 50) -> li
     one = Stragglers(len(positions[0]), share, AGE_MS)
     found = []
     for number, now in enumerate(positions):
-        one.tick(number * step_ms, [Seen(position, position - 1, False, False) for position in now])
+        one.tick(number * step_ms, [ReducerProgress(position, position - 1, False, False) for position in now])
         found.append(set(one.current))
     return found
 
@@ -66,7 +66,9 @@ def test_one_is_suspected_at_half_the_age() -> None:
     one = Stragglers(3, 0.5, AGE_MS)
     found = []
     for step in range(4):
-        one.tick(step * 30, [Seen(position, position - 1, False, False) for position in (10 * step, 10 * step, 0)])
+        one.tick(
+            step * 30, [ReducerProgress(position, position - 1, False, False) for position in (10 * step, 10 * step, 0)]
+        )
         found.append((one.is_suspecting, bool(one.current)))
     assert found == [(False, False), (False, False), (False, False), (True, False)]
 
@@ -79,7 +81,7 @@ def test_one_that_never_had_rows_does_not_make_the_others_late() -> None:
     """Nobody runs: one has all the rows, and the other none."""
     one = Stragglers(2, 0.5, AGE_MS)
     for number in range(3 * STANDING_AGES):
-        one.tick(number * 50, [Seen(0, -1, False, False), Seen(10 * number, -1, True, False)])
+        one.tick(number * 50, [ReducerProgress(0, -1, False, False), ReducerProgress(10 * number, -1, True, False)])
         assert not one.current
         assert not one.is_suspecting
 
@@ -87,7 +89,7 @@ def test_one_that_never_had_rows_does_not_make_the_others_late() -> None:
 def test_one_that_never_had_rows_does_not_make_the_others_late_though_it_waits() -> None:
     one = Stragglers(2, 0.5, AGE_MS)
     for number in range(3 * STANDING_AGES):
-        one.tick(number * 50, [Seen(0, -1, False, False), Seen(10 * number, -1, True, True)])
+        one.tick(number * 50, [ReducerProgress(0, -1, False, False), ReducerProgress(10 * number, -1, True, True)])
         assert not one.current
 
 
@@ -96,7 +98,7 @@ def test_one_that_has_caught_up_counts_as_long_as_it_waits_for_more() -> None:
     found = []
     for number in range(4 * STANDING_AGES):
         waits = number <= 2 * STANDING_AGES
-        one.tick(number * 50, [Seen(0, -1, False, False), Seen(10 * number, 5, True, waits)])
+        one.tick(number * 50, [ReducerProgress(0, -1, False, False), ReducerProgress(10 * number, 5, True, waits)])
         found.append(bool(one.current))
     assert found[2 * STANDING_AGES], "it has all its rows, and waits for more"
     assert found[-1], "for a while it counts, though it is silent"
@@ -280,7 +282,7 @@ def test_input_is_trimmed_once_in_a_period_and_not_with_every_spill(tmp_path: Pa
         outage(core, entries=1)
         assert trimmer.pause_s == 3600, "a light window"
         outage_from(core, 1, entries=7)
-        assert trimmer.pause_s == LOOK_S, "a heavy one"
+        assert trimmer.pause_s == STRAGGLER_CHECK_S, "a heavy one"
         for hurry, is_trimmed in ((False, True), (False, False), (True, True)):
             if hurry:
                 trimmer.hurry()

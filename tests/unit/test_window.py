@@ -23,8 +23,8 @@ def entry(input_begin: int, shuffle_begin: int, rows: int, token: bytes = b"t") 
     )
 
 
-def add(one: WindowEntry, reducer: int, places: list[int]) -> EntryPart:
-    return one.add_part(ReducerIndex(reducer), batch(*places), np.array(places, np.uint32))
+def add(one: WindowEntry, reducer: int, row_offsets: list[int]) -> EntryPart:
+    return one.add_part(ReducerIndex(reducer), batch(*row_offsets), np.array(row_offsets, np.uint32))
 
 
 def test_part_maps_places_to_shuffle_indexes() -> None:
@@ -71,8 +71,8 @@ def test_front_entries_without_pointers_are_trimmed_in_order() -> None:
     window = Window()
     buckets = [Bucket(ReducerIndex(0)), Bucket(ReducerIndex(1))]
     first, second = entry(0, 0, 2, b"1"), entry(2, 2, 2, b"2")
-    for one, places in ((first, ([0], [1])), (second, ([0], [1]))):
-        parts = [add(one, reducer, list(places[reducer])) for reducer in (0, 1)]
+    for one, row_offsets in ((first, ([0], [1])), (second, ([0], [1]))):
+        parts = [add(one, reducer, list(row_offsets[reducer])) for reducer in (0, 1)]
         window.push(one)
         for part in parts:
             buckets[part.reducer_index].push(part)

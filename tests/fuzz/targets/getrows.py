@@ -234,7 +234,7 @@ class GetRowsTarget:
     def _shared(self, told: bytes, ticket: Any) -> list[Problem]:
         """The rows that a note tells of are right, too."""
         try:
-            batches = MemoryReader().take(SharedRows.decode(told).note)
+            batches = MemoryReader().take(SharedRows.decode(told).handle)
         except NotShared as error:
             return [Problem("wrong", f"shared memory that cannot be opened: {error}")]
         return [problem for batch in batches for problem in _wrong_in(batch, ticket)]

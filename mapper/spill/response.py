@@ -1,4 +1,4 @@
-"""The answer to one GetRows out of spilled batches: what is to be read for it, and what is taken of what was read.
+"""The response to one GetRows out of spilled batches: what is to be read for it, and which of the rows read it takes.
 
 No I/O, no threads, no clocks in here.
 """
@@ -19,13 +19,15 @@ from shuffle.mapper.spill.index import Spill
 
 @dataclass(frozen=True, slots=True)
 class SpillRead:
-    """What to read of a spill to answer one GetRows."""
+    """What to read of a spill for one GetRows."""
 
     reducer_index: ReducerIndex
     spill: Spill
-    """Whose ``learn`` wants to hear of the batches read."""
+    """The spill to read. Its ``learn`` is to be called with the batches that were read."""
     position: int
+    """The position in the spill's queue of the first batch to read."""
     end: int
+    """The position in the spill's queue behind the last batch to read."""
     cursor: ShuffleIndex
     to_row_index: ShuffleIndex | None
     max_rows: int
@@ -33,8 +35,8 @@ class SpillRead:
     with_metadata: bool = False
 
 
-class SpillAnswer:
-    """The answer to one GetRows, out of spilled batches that are given in their order."""
+class SpillResponse:
+    """The response to one GetRows, out of spilled batches that are added in their order."""
 
     def __init__(self, read: SpillRead, bytes_max: int) -> None:
         self._read = read
@@ -44,10 +46,10 @@ class SpillAnswer:
         self.served: list[ServedBatch] = []
 
     def add(self, batch: SpilledBatch) -> bool:
-        """Takes what fits of ``batch``; whether the next one is wanted too.
+        """Take the rows of ``batch`` that fit; whether the next batch is needed, too.
 
-        A batch that does not continue at the cursor ends the answer; if nothing has been taken yet, rows are missing
-        that the reducer has not committed by what it says of itself, and that is an error: they are never skipped.
+        A batch that does not continue at the cursor ends the response. If nothing has been taken yet, rows are missing
+        that the reducer has not committed, by its own request, and that is an error: they are never skipped.
         """
         if self._cursor < batch.previous_row_index:
             if not self.served:
@@ -57,14 +59,14 @@ class SpillAnswer:
         end = len(batch.row_indexes)
         if self._read.to_row_index is not None:
             end = int(np.searchsorted(batch.row_indexes, self._read.to_row_index, side="right"))
-        wanted = min(end - begin, self._rows_left)
-        if wanted <= 0:
+        rows_max = min(end - begin, self._rows_left)
+        if rows_max <= 0:
             return False
-        rows = fit(batch.rows.slice(begin, wanted), self._bytes_left)
+        rows = fit(batch.rows.slice(begin, rows_max), self._bytes_left)
         if rows.num_rows == 0:
             if self.served:
                 return False
-            rows = batch.rows.slice(begin, 1)  # A bound that no answer can keep would stop the reducer.
+            rows = batch.rows.slice(begin, 1)  # A bound that no response can keep would stop the reducer.
         last = begin + rows.num_rows
         self._cursor = ShuffleIndex(int(batch.row_indexes[last - 1]))
         self._rows_left -= rows.num_rows

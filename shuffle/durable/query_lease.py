@@ -53,7 +53,7 @@ class QueryHolder:
     @property
     def is_here(self) -> bool:
         """Whether this process would see that one."""
-        return bool(self.place) and self.place == process_place()
+        return bool(self.place) and self.place == pid_namespace()
 
     @property
     def is_dead(self) -> bool:
@@ -61,7 +61,7 @@ class QueryHolder:
         return self.is_here and process_started(self.pid) != self.started
 
 
-def process_place() -> str:
+def pid_namespace() -> str:
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -35,7 +35,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shuffle.errors import BadInput
-from shuffle.partition.xxhash64_kernels import Positions, Words, hash_bytes, hash_ints, hash_longs, hash_pieces
+from shuffle.partition.xxhash64_kernels import Int64Array, Words, hash_bytes, hash_ints, hash_longs, hash_pieces
 
 SPARK_SEED = 42
 
@@ -53,7 +53,7 @@ class _Chain:
 
     __slots__ = ("codes", "table")
 
-    def __init__(self, table: Words, codes: Positions | None) -> None:
+    def __init__(self, table: Words, codes: Int64Array | None) -> None:
         self.table = table
         self.codes = codes
         """``None``: the table has one hash per row."""

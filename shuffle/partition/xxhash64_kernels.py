@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 Words: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
-Positions: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+Int64Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Octets: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 _M = 0xFFFFFFFFFFFFFFFF
@@ -104,7 +104,7 @@ class _Cursor:
 
     __slots__ = ("_current", "_index", "_left", "_right", "_words")
 
-    def __init__(self, words: Words, starts: Positions) -> None:
+    def __init__(self, words: Words, starts: Int64Array) -> None:
         self._words = words
         self._index = starts >> 3
         self._right = ((starts & 7) << 3).view(np.uint64)
@@ -122,7 +122,7 @@ class _Cursor:
         self._current = following
         return value
 
-    def narrow(self, kept: Positions) -> None:
+    def narrow(self, kept: Int64Array) -> None:
         self._index = self._index.take(kept)
         self._right = self._right.take(kept)
         self._left = self._left.take(kept)
@@ -138,7 +138,7 @@ def _aligned_words(data: Octets) -> Words:
     return words
 
 
-def _hash_stripe_rows(words: Words, starts: Positions, lengths: Positions, seeds: Words) -> Words:
+def _hash_stripe_rows(words: Words, starts: Int64Array, lengths: Int64Array, seeds: Words) -> Words:
     """The 32-byte stripes of rows that have some: the state before the last 0 to 31 bytes, without the length."""
     lanes = [
         seeds + np.uint64((_PRIME_1 + _PRIME_2) & _M),
@@ -177,7 +177,7 @@ def _hash_stripe_rows(words: Words, starts: Positions, lengths: Positions, seeds
 
 
 def _finish_stripes_one_by_one(
-    words: Words, starts: Positions, stripes: Positions, lanes: list[Words], rows: Positions, first_stripe: int
+    words: Words, starts: Int64Array, stripes: Int64Array, lanes: list[Words], rows: Int64Array, first_stripe: int
 ) -> None:
     """The rest of a few very long rows. Lock step would pay for a numpy call per 8 bytes."""
     octets = words.view(np.uint8)
@@ -192,7 +192,7 @@ def _finish_stripes_one_by_one(
             lane[row] = state
 
 
-def _hash_block(words: Words, starts: Positions, lengths: Positions, seeds: Words) -> Words:
+def _hash_block(words: Words, starts: Int64Array, lengths: Int64Array, seeds: Words) -> Words:
     """XXH64 of ``lengths[i]`` bytes from ``starts[i]`` with seed ``seeds[i]``, for a block of rows."""
     hashes = seeds + _P5
     lengths_max = int(lengths.max())
@@ -227,12 +227,12 @@ def _hash_block(words: Words, starts: Positions, lengths: Positions, seeds: Word
     return hashes
 
 
-def _mix_whole_words(hashes: Words, words: Words, starts: Positions, rest: Positions) -> Words:
+def _mix_whole_words(hashes: Words, words: Words, starts: Int64Array, rest: Int64Array) -> Words:
     """Folds the whole 8-byte words of the last 0 to 31 bytes into ``hashes``; returns the word behind them, per row."""
     cursor = _Cursor(words, starts)
     tails = cursor.next()
     whole = rest >> 3
-    active: Positions | None = None
+    active: Int64Array | None = None
     for step in range(int(whole.max())):
         kept = np.flatnonzero((whole if active is None else whole[active]) > step)
         count = len(hashes) if active is None else len(active)
@@ -290,7 +290,7 @@ def _stripes_of_one(value: bytes, seed: int) -> int:
     return state
 
 
-def hash_bytes(data: Octets, offsets: Positions, seeds: Words) -> Words:
+def hash_bytes(data: Octets, offsets: Int64Array, seeds: Words) -> Words:
     """Spark's ``hashUnsafeBytes`` of ``data[offsets[i]:offsets[i + 1]]``: the layout of Arrow's strings."""
     row_count = len(seeds)
     if row_count <= _SCALAR_ROWS_MAX and int(offsets[-1] - offsets[0]) <= 64 * _SCALAR_ROWS_MAX:
@@ -306,7 +306,7 @@ def hash_bytes(data: Octets, offsets: Positions, seeds: Words) -> Words:
     return out
 
 
-def hash_pieces(data: Octets, starts: Positions, lengths: Positions, seeds: Words) -> Words:
+def hash_pieces(data: Octets, starts: Int64Array, lengths: Int64Array, seeds: Words) -> Words:
     """The same of ``lengths[i]`` bytes from ``starts[i]``, wherever they lie."""
     out = np.empty(len(seeds), np.uint64)
     words = _aligned_words(data)

@@ -28,11 +28,11 @@ from shuffle.durable.query_lease import refuse_beside_query
 from shuffle.errors import ShuffleError, SpecError, StoreUnavailable, UserCodeError
 from shuffle.mapper.readers.opening import open_input
 from shuffle.preflight.check import check_against_store
-from shuffle.run.dead_letters import last_words
+from shuffle.run.dead_letters import dead_letter_note
 from shuffle.run.determinism import Difference, check_map
-from shuffle.run.drain import DrainGoal, drain_goal, look_whether_drained
+from shuffle.run.drain import DrainGoal, drain_goal, is_drained
 from shuffle.run.status import ProcessorStatus, StatusCollector
-from shuffle.run.store_service import StoreKeeper, answering_address, log_folder, opened, require_store, served_store
+from shuffle.run.store_service import StoreKeeper, log_folder, open_client, require_store, served_store, serving_address
 from shuffle.run.supervisor import Child, RestartPolicy, Supervisor
 from shuffle.run.terminal import ChildView, Rates, progress_line, render
 from shuffle.spec.config import ProcessorSpec
@@ -58,7 +58,7 @@ __all__ = [
     "Controller",
     "RestartPolicy",
     "RunOptions",
-    "answering_address",
+    "serving_address",
     "log_folder",
     "require_store",
     "run",
@@ -118,7 +118,7 @@ class Controller:
                             logs,
                             spec.store_metrics_port(),
                         )
-                    with opened(spec) as client:
+                    with open_client(spec) as client:
                         self._run_processor(spec, client, logs)
             finally:
                 os.environ.pop(STATE_ENVIRONMENT, None)
@@ -166,7 +166,7 @@ class Controller:
             for role in ("reducer", "mapper"):  # 4
                 self._supervisor.stop(workers[role])
         if self._ending:
-            self._say(f"{spec.processor}: {self._ending}{last_words(spec, client)}")
+            self._say(f"{spec.processor}: {self._ending}{dead_letter_note(spec, client)}")
 
     def _start(self, role: str, indexes: Sequence[int], logs: Path) -> Child:
         """One process, with the workers ``indexes`` in it."""
@@ -227,7 +227,7 @@ class Controller:
 
     def _is_drained(self, goal: DrainGoal, spec: ProcessorSpec, client: StateClient) -> bool:
         try:
-            return look_whether_drained(goal, spec, client)
+            return is_drained(goal, spec, client)
         except StoreUnavailable as error:
             _log.warning("store not reached", error=error)
             return False

@@ -40,7 +40,7 @@ from shuffle.user_code.poison import (
     decode_row,
     is_transient,
     locate_poison,
-    place_of,
+    raised_at,
     reason_of,
     split_rows,
 )
@@ -72,7 +72,7 @@ class DeadLetterQueue:
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class DeadLetter:
     """One row that was set aside."""
 
     queue: str
@@ -115,7 +115,7 @@ def dead_letter_queues(spec: ProcessorSpec, client: StateClient, role: Role | No
     return found
 
 
-def count_words(found: list[DeadLetterQueue]) -> str:
+def dead_letter_summary(found: list[DeadLetterQueue]) -> str:
     """Of rows that wait: ``3 dead letters (job/mapper_dead_letters)``. Empty if none do."""
     waiting = [queue for queue in found if queue.rows]
     rows = sum(queue.rows for queue in waiting)
@@ -123,17 +123,17 @@ def count_words(found: list[DeadLetterQueue]) -> str:
     return f"{rows:,} dead letter{'s' if rows > 1 else ''} ({names})" if waiting else ""
 
 
-def last_words(spec: ProcessorSpec, client: StateClient) -> str:
+def dead_letter_note(spec: ProcessorSpec, client: StateClient) -> str:
     """For the last line of a run: that rows were set aside must not look as if all of them had been counted."""
     try:
-        words = count_words(dead_letter_queues(spec, client))
+        words = dead_letter_summary(dead_letter_queues(spec, client))
     except ShuffleError as error:
         _log.warning("dead letters not counted", error=error)
         return ""
     return f"; {words}: `shuffle dead-letters {spec.path.name} show` prints them" if words else ""
 
 
-def letters(client: StateClient, queue: str) -> Iterator[Letter]:
+def read_dead_letters(client: StateClient, queue: str) -> Iterator[DeadLetter]:
     """All that wait in ``queue``, partition by partition, the oldest first; a few in memory at a time."""
     handle = client.queue(queue)
     for partition, (begin, end) in enumerate(handle.bounds()):
@@ -143,11 +143,11 @@ def letters(client: StateClient, queue: str) -> Iterator[Letter]:
             if not rows.num_rows:
                 break
             for number, row in enumerate(rows.to_pylist(), start=position):
-                yield Letter(queue, partition, number, row)
+                yield DeadLetter(queue, partition, number, row)
             position = after
 
 
-def newest(client: StateClient, queue: str) -> Letter | None:
+def newest_dead_letter(client: StateClient, queue: str) -> DeadLetter | None:
     """The last one of the partition that has most of them."""
     handle = client.queue(queue)
     bounds = handle.bounds()
@@ -156,7 +156,7 @@ def newest(client: StateClient, queue: str) -> Letter | None:
     if begin == end:
         return None
     rows, _ = handle.read(partition, end - 1, max_rows=1)
-    return Letter(queue, partition, end - 1, rows.to_pylist()[0]) if rows.num_rows else None
+    return DeadLetter(queue, partition, end - 1, rows.to_pylist()[0]) if rows.num_rows else None
 
 
 # Dropping and replaying ----------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Replay:
                 " of that one",
                 queue=queue.name,
             )
-        found = [Letter(queue.name, partition, begin + i, row).original() for i, row in enumerate(taken)]
+        found = [DeadLetter(queue.name, partition, begin + i, row).original() for i, row in enumerate(taken)]
         # A changed map may have given rows another schema: those wait for the next transaction.
         originals = list(takewhile(lambda row: row.schema.equals(found[0].schema), found))
         taken, after = taken[: len(originals)], begin + len(originals)
@@ -282,7 +282,7 @@ class Replay:
         except Exception as error:
             if is_transient(error) or isinstance(error, SpecError):
                 raise
-            raise UserCodeError(f"{queue}: replay: {reason_of(error)}{place_of(error)}") from error
+            raise UserCodeError(f"{queue}: replay: {reason_of(error)}{raised_at(error)}") from error
         tx = tx or self._client.transaction()
         if bad:
             again = [{**taken[row], "reason": reason} for row, reason in bad.items()]

@@ -31,7 +31,7 @@ from shuffle.run import launch
 from shuffle.spec.config import ProcessorSpec, load_spec
 from shuffle.user_code.create import create
 from shuffle.user_code.load import load_class
-from shuffle.user_code.poison import locate_poison, place_of, split_rows
+from shuffle.user_code.poison import locate_poison, raised_at, split_rows
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient
@@ -152,7 +152,7 @@ def _without_failing_rows(
     try:
         found = locate_poison(sample, attempt, attempts_max=POISON_ATTEMPTS_MAX)
     except UserCodeError as error:
-        where = place_of(error.__cause__) if error.__cause__ is not None else ""
+        where = raised_at(error.__cause__) if error.__cause__ is not None else ""
         what = f"{spec.at('mapper.class')}: {spec.mapper.class_name}.map: {error.message}{where}"
         raise UserCodeError(what, **error.fields) from error
     good, _ = split_rows(sample, [poison.row for poison in found])

@@ -50,7 +50,7 @@ def drain_goal(opened: Input, mapper_count: int) -> DrainGoal:
     return DrainGoal(opened, opened.ends(), set(range(mapper_count)))
 
 
-def look_whether_drained(goal: DrainGoal, spec: ProcessorSpec, client: StateClient) -> bool:
+def is_drained(goal: DrainGoal, spec: ProcessorSpec, client: StateClient) -> bool:
     tokens = {
         row["mapper_index"]: Token(row["continuation_token"])
         for row in client.scan(spec.mappers_table).read_all().to_pylist()

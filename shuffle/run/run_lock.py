@@ -24,7 +24,7 @@ from shuffle.errors import BadInput
 from shuffle.ids import new_guid
 from shuffle.spec.config import ProcessorSpec
 from shuffle.statestore.wire.announcement import served_at
-from shuffle.support.slow_wait import told
+from shuffle.support.slow_wait import announce_slow
 from shuffle.support.vital_threads import end_process
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ def logs_of(folder: Path, processor: str) -> Path:
 
 
 @contextmanager
-def only_run(spec: ProcessorSpec, say: Callable[[str], None]) -> Iterator[None]:
+def hold_run_lock(spec: ProcessorSpec, say: Callable[[str], None]) -> Iterator[None]:
     """Raises ``BadInput`` if this processor is running; while the block lasts, others are refused."""
     with ExitStack() as stack:
         if spec.state_folder is not None:
             stack.enter_context(_locked(spec, spec.state_folder))
         else:
-            with told(f"the state store at {spec.state} to answer", say):
+            with announce_slow(f"the state store at {spec.state} to answer", say):
                 client = stack.enter_context(spec.open_state())
             folder = client.store.folder
             if folder is not None and served_at(folder) == client.address and os.access(folder, os.W_OK):

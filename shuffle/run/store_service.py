@@ -17,7 +17,7 @@ from shuffle.run.supervisor import Child, Supervisor
 from shuffle.spec.config import ProcessorSpec
 from shuffle.statestore.local.store_folder import is_open
 from shuffle.support.endpoint import Endpoint
-from shuffle.support.slow_wait import told
+from shuffle.support.slow_wait import announce_slow
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient
@@ -39,10 +39,10 @@ def require_store(spec: ProcessorSpec) -> None:
         raise SpecError(f"{spec.at('state')}: there is no store in {folder} yet; {how}")
 
 
-def opened(spec: ProcessorSpec) -> StateClient:
+def open_client(spec: ProcessorSpec) -> StateClient:
     """A client of the processor's store; if that takes its time, whoever is at the terminal is told so."""
     where = f"in {spec.state} to open" if spec.state_folder is not None else f"at {spec.state} to answer"
-    with told(f"the state store {where}"):
+    with announce_slow(f"the state store {where}"):
         return spec.open_state()
 
 
@@ -58,11 +58,11 @@ def served_store(spec: ProcessorSpec, supervisor: Supervisor, logs: Path) -> Ite
         yield spec
         return
     try:
-        address = answering_address(folder)
+        address = serving_address(folder)
         if address is None:
             listen = ["127.0.0.1:0"]
             child = supervisor.add(_store_child(folder, listen, logs, spec.store_metrics_port()))
-            with told(f"the state store in {folder} to start ({STORE_START_S_MAX:.0f} s)"):
+            with announce_slow(f"the state store in {folder} to start ({STORE_START_S_MAX:.0f} s)"):
                 address = _wait_for_store(child, folder)
             listen[0] = Endpoint.parse(address).target  # A restarted store must be found where it was.
         yield replace(spec, state=address)
@@ -116,7 +116,7 @@ class StoreKeeper:
         return True
 
 
-def answering_address(folder: Path) -> str | None:
+def serving_address(folder: Path) -> str | None:
     """Of the daemon that serves the store in ``folder``; None if there is none."""
     from shuffle.statestore import StateClient
 
@@ -132,7 +132,7 @@ def _wait_for_store(child: Child, folder: Path) -> str:
     while time.monotonic() < deadline_s:
         if child.reap(time.monotonic()):
             raise StoreUnavailable(f"the state store in {folder} did not start: {child.last_error}")
-        address = answering_address(folder)
+        address = serving_address(folder)
         if address is not None:
             return address
         time.sleep(0.02)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shuffle.errors import StoreUnavailable
-from shuffle.run.dead_letters import count_words
+from shuffle.run.dead_letters import dead_letter_summary
 from shuffle.run.status import MapperStatus, ProcessorStatus, ReducerStatus
 from shuffle.support.units import rough_size
 
@@ -73,7 +73,7 @@ def render(
     children = children or {}
     title = Text.assemble(("streaming processor ", "dim"), (status.processor, "bold"), (f"  {note}", "dim"))
     parts: list[RenderableType] = [title, _mappers(status, rates, children), _reducers(status, rates, children)]
-    if words := count_words(status.dead_letters):
+    if words := dead_letter_summary(status.dead_letters):
         parts.append(Text(f"{words}; `shuffle dead-letters SPEC show` prints them", style="yellow"))
     # Each process once, however many workers it has.
     errors = {view.process or name: view.last_error for name, view in children.items() if view.last_error}
@@ -187,7 +187,7 @@ def _spill_words(status: ProcessorStatus) -> str:
 
 
 def _dead_letter_words(status: ProcessorStatus) -> str:
-    words = count_words(status.dead_letters)
+    words = dead_letter_summary(status.dead_letters)
     return f", {words}" if words else ""
 
 
@@ -195,7 +195,7 @@ def print_status(status: ProcessorStatus, console: Console | None = None) -> Non
     (console or Console()).print(render(status, Rates()))
 
 
-def show_again_and_again(
+def show_repeatedly(
     look: Callable[[], ProcessorStatus], interval_s: float, count: int | None, console: Console | None = None
 ) -> None:
     """``shuffle top``: a screen that is drawn anew, or lines where there is no terminal. A store that is away for a

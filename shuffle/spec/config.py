@@ -26,7 +26,7 @@ from shuffle.limits import (
     TRANSACTION_BYTES_MAX,
     TRANSACTION_ROWS_MAX,
     WAIT_MS_MAX,
-    WORKER_ANSWER_S_MAX,
+    WORKER_RESPONSE_S_MAX,
 )
 from shuffle.spec.index_sets import PER_PROCESS_MAX
 from shuffle.spec.inputs import InputSpec
@@ -218,7 +218,7 @@ class ProcessorSpec:
         """A client of this processor's store; for a folder that a daemon serves, of that daemon."""
         from shuffle.statestore import StateClient
 
-        return StateClient.open(self.state, timeout_s=WORKER_ANSWER_S_MAX)
+        return StateClient.open(self.state, timeout_s=WORKER_RESPONSE_S_MAX)
 
 
 def state_folder(state: str) -> Path | None:

@@ -2,7 +2,7 @@
 
 A store is given as ``grpc://host:port``, a place to listen as ``host:port`` with port 0 for any free one. An IPv6
 address stands in brackets: ``grpc://[::1]:7070``. Nobody can connect to "all addresses of this machine", and others
-may not reach a container under the address that it sees itself: so the endpoint that is told to others (``advertised``)
+may not reach a container under the address that it sees itself: so the endpoint that is told to others (``advertised_endpoint``)
 is apart from the one that is listened on.
 """
 
@@ -109,7 +109,7 @@ def check_advertise(advertise: str) -> None:
         )
 
 
-def advertised(listening: Endpoint, advertise: str | None) -> Endpoint:
+def advertised_endpoint(listening: Endpoint, advertise: str | None) -> Endpoint:
     """The endpoint under which others reach what listens at ``listening``, with its real port.
 
     That is ``advertise`` (``host`` or ``host:port``) if it is given; without it the endpoint that is listened on, with

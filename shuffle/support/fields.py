@@ -32,7 +32,7 @@ class Field(NamedTuple):
     """One field of a message."""
 
     name: str
-    kind: type
+    value_type: type
     """``int``, ``bool``, ``str`` or ``list``: exactly this, so that ``true`` is not a number."""
     low: int = 0
     """Of a number the smallest; of a text the fewest bytes of UTF-8."""
@@ -103,7 +103,7 @@ def check_items(what: str, fields: Sequence[Field], items: Sequence[Any]) -> Non
 
 def fits(field: Field, value: Any) -> bool:
     kind = type(value)
-    if kind is not field.kind:
+    if kind is not field.value_type:
         return value is None and field.optional
     if kind is int:
         return bool(field.low <= value <= field.high)
@@ -133,7 +133,8 @@ class Checker:
         self._fields = fields
         # Plain tuples: they are unpacked in one step, and the attributes of a named one are looked up one by one.
         self._plan = tuple(
-            (field.name, field.kind, field.low, field.high, field.optional, field.needs, field) for field in fields
+            (field.name, field.value_type, field.low, field.high, field.optional, field.needs, field)
+            for field in fields
         )
 
     def check(self, message: Mapping[str, Any]) -> None:
@@ -170,7 +171,7 @@ class Checker:
         check_items(self._what, self._fields, items)
 
 
-def whole(value: Any) -> Any:
+def as_int(value: Any) -> Any:
     """A number that a user gave, also one of numpy's, as an ``int``; anything else as it is, to be refused."""
     return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
 
@@ -178,15 +179,15 @@ def whole(value: Any) -> Any:
 def _refused(what: str, field: Field, value: Any) -> BadInput:
     if value is None:
         return BadInput(f"{what}: {field.name} is missing", field=field.name)
-    if field.kind is int:
+    if field.value_type is int:
         kind = OutOfRange if type(value) is int else BadInput
         wanted = f"a whole number from {field.low} to {field.high}"
         return kind(f"{what}: {field.name} must be {wanted}, not {shown(value)}", field=field.name)
-    if field.kind is str:
+    if field.value_type is str:
         form = f" of the form {field.pattern.pattern}" if field.pattern is not None else ""
         wanted = f"a text of {field.low} to {field.high} bytes{form}"
     else:
-        wanted = "true or false" if field.kind is bool else "a list"
+        wanted = "true or false" if field.value_type is bool else "a list"
     return BadInput(f"{what}: {field.name} must be {wanted}, not {shown(value)}", field=field.name)
 
 

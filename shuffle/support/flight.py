@@ -90,7 +90,7 @@ def _shortened(error: ShuffleError) -> ShuffleError:
     return type(error)(message + cut, **fields)
 
 
-def told(error: BaseException) -> ShuffleError | None:
+def sent_error(error: BaseException) -> ShuffleError | None:
     """The typed error that a server has sent, if what a Flight call raised is one."""
     text = str(error)
     begin = text.find('{"code":')
@@ -114,7 +114,7 @@ def raise_typed(error: BaseException, who: str = "the server") -> NoReturn:
         raise StoreUnavailable(f"{who} did not answer in time", address=who) from error
     if isinstance(error, _flight.FlightCancelledError):
         raise StoreUnavailable(f"the call to {who} was cancelled", address=who) from error
-    if (sent := told(error)) is not None:
+    if (sent := sent_error(error)) is not None:
         raise sent from None
     # What a dying peer leaves behind has many shapes (reset streams, closed sockets); none of them is an answer.
     if isinstance(error, OSError | FlightError):
@@ -126,7 +126,7 @@ def _first_line(text: str) -> str:
     return text.split(". gRPC client debug context", 1)[0].splitlines()[0] if text else "no reason given"
 
 
-def words_of(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """What an error of Flight says, without what Flight says about the saying."""
     return str(error).split(". gRPC client debug context", 1)[0].rpartition("with message: ")[2]
 

@@ -83,7 +83,7 @@ def setup_logging(
 
 
 @contextmanager
-def stamped(index: int) -> Iterator[None]:
+def logged_as_worker(index: int) -> Iterator[None]:
     """Lines that are written in here, and by the vital threads that are started in here, are of worker ``index``."""
     before = _stamp.set(index)
     try:

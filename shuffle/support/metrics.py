@@ -27,7 +27,7 @@ LABELS = ("processor", "role", "index")
 """The labels of every metric."""
 
 
-class Nothing:
+class NullMetric:
     """A counter, gauge or histogram that counts nothing."""
 
     def inc(self, amount: float = 1) -> None:
@@ -85,17 +85,17 @@ class Metrics:
 
     def _counter(self, name: str, what: str) -> Counter:
         if self.registry is None:
-            return cast("Counter", Nothing())
+            return cast("Counter", NullMetric())
         return cast("Counter", self._family("Counter", name, what).labels(*self.label_values))
 
     def _gauge(self, name: str, what: str) -> Gauge:
         if self.registry is None:
-            return cast("Gauge", Nothing())
+            return cast("Gauge", NullMetric())
         return cast("Gauge", self._family("Gauge", name, what).labels(*self.label_values))
 
     def _gauges_by_reducer(self, name: str, what: str) -> Callable[[int], Gauge]:
         if self.registry is None:
-            return lambda reducer: cast("Gauge", Nothing())
+            return lambda reducer: cast("Gauge", NullMetric())
         gauge = self._family("Gauge", name, what, (*LABELS, "reducer"))
         return lambda reducer: cast("Gauge", gauge.labels(*self.label_values, str(reducer)))
 
@@ -104,7 +104,7 @@ class Metrics:
 
     def _histogram(self, name: str, what: str, buckets: Sequence[float]) -> Histogram:
         if self.registry is None:
-            return cast("Histogram", Nothing())
+            return cast("Histogram", NullMetric())
         histogram = self._family("Histogram", name, what, buckets=buckets)
         return cast("Histogram", histogram.labels(*self.label_values))
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-TELL_AFTER_S = 0.7
+ANNOUNCE_AFTER_S = 0.7
 """Shorter waits are nobody's concern; longer ones look like a hang after a second."""
 
 
@@ -16,7 +16,9 @@ def say_on_stderr(line: str) -> None:
 
 
 @contextmanager
-def told(waiting_for: str, say: Callable[[str], None] = say_on_stderr, after_s: float = TELL_AFTER_S) -> Iterator[None]:
+def announce_slow(
+    waiting_for: str, say: Callable[[str], None] = say_on_stderr, after_s: float = ANNOUNCE_AFTER_S
+) -> Iterator[None]:
     """If the block takes longer than ``after_s``, says once that it waits, and for what."""
     timer = threading.Timer(after_s, say, (f"waiting for {waiting_for}",))
     timer.daemon = True

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from shuffle.api import WorkerSpec
 from shuffle.config_schema import check_config
 from shuffle.errors import SpecError, UserCodeError
-from shuffle.user_code.poison import is_transient, place_of, reason_of
+from shuffle.user_code.poison import is_transient, raised_at, reason_of
 
 
 def create(
@@ -28,7 +28,7 @@ def create(
             raise
         raise UserCodeError(
             f"processor {worker.processor}, {role} {worker.index}: {cls.__module__}:{cls.__qualname__} could not be "
-            f"created: {reason_of(error)}{place_of(error, __file__)}",
+            f"created: {reason_of(error)}{raised_at(error, __file__)}",
             processor=worker.processor,
             role=role,
             worker=worker.index,

@@ -60,7 +60,7 @@ def reason_of(error: BaseException) -> str:
     return text if len(text) <= REASON_CHARS_MAX else text[: REASON_CHARS_MAX - 1] + "…"
 
 
-def place_of(error: BaseException, not_in: str = __file__) -> str:
+def raised_at(error: BaseException, not_in: str = __file__) -> str:
     """Where in the code ``error`` was raised, as the end of a sentence about it; empty if that was in ``not_in``."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != not_in]
     return f" (at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""

@@ -33,7 +33,7 @@ class NothingSent(Exception):
 
 def words_of(error: BaseException) -> str:
     """What was wrong, in a few words, for the end of a sentence about it."""
-    text = getattr(error, "strerror", None) or flight.words_of(error)
+    text = getattr(error, "strerror", None) or flight.message_of(error)
     first = text.splitlines()[0][:WORDS_CHARS_MAX] if text else ""
     return first or type(error).__name__
 

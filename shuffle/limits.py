@@ -48,8 +48,8 @@ RESPONSE_HEADER_BYTES_MAX = 4 * MIB
 
 WORKER_RESPONSE_S_MAX = 6.0
 """The most seconds that a worker waits for a response of its store, beyond any wait that it requests, before it tries
-another connection: a dead connection delays it by so much. A store that is only slow gets the request twice, and
-recognises the second as a repetition."""
+another connection: a dead connection delays it by so much. A store that is only slow gets the request twice, so only
+requests that may be repeated are sent again."""
 
 WAIT_MS_MAX = 60_000
 """The most milliseconds of one long poll. A client that wants to wait longer repeats the request."""

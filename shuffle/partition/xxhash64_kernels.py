@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+# Arrays of 64-bit words, of integers (offsets, lengths, indexes) and of bytes.
 Words: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
 Int64Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Octets: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
@@ -24,10 +25,11 @@ _LOW_32 = np.uint64(0xFFFFFFFF)
 _LOW_8 = np.uint64(0xFF)
 
 _BLOCK_ROWS = 16384
-"""128 KiB per array of 64-bit words, measured as best: less pays for numpy calls, more for leaving the cache."""
+"""The rows of one block: 128 KiB per array of 64-bit words, measured as best. With fewer, numpy calls cost more; with
+more, arrays leave the processor's cache."""
 
 _SCALAR_ROWS_MAX = 16
-"""For so few rows, plain integers are faster than the fixed cost of the hundred numpy calls of a block."""
+"""The most rows for which plain integers are faster than the fixed cost of the hundred numpy calls of a block."""
 
 
 def _rotate(words: Words, bits: int) -> None:
@@ -45,7 +47,7 @@ def _finish(hashes: Words) -> None:
 
 
 def _mix_word(hashes: Words, words: Words) -> None:
-    """Folds 8 bytes into each hash. ``words`` is used up."""
+    """Folds 8 bytes into each hash. ``words`` is overwritten."""
     words *= _P2
     _rotate(words, 31)
     words *= _P1
@@ -56,7 +58,7 @@ def _mix_word(hashes: Words, words: Words) -> None:
 
 
 def _mix_half_word(hashes: Words, halves: Words) -> None:
-    """Folds 4 bytes (the low half of each word) into each hash. ``halves`` is used up."""
+    """Folds 4 bytes (the low half of each word) into each hash. ``halves`` is overwritten."""
     halves *= _P1
     hashes ^= halves
     _rotate(hashes, 23)
@@ -65,6 +67,7 @@ def _mix_half_word(hashes: Words, halves: Words) -> None:
 
 
 def _mix_byte(hashes: Words, octets: Words) -> None:
+    """Folds one byte (the low one of each word) into each hash. ``octets`` is overwritten."""
     octets *= _P5
     hashes ^= octets
     _rotate(hashes, 11)
@@ -307,7 +310,7 @@ def hash_bytes(data: Octets, offsets: Int64Array, seeds: Words) -> Words:
 
 
 def hash_pieces(data: Octets, starts: Int64Array, lengths: Int64Array, seeds: Words) -> Words:
-    """The same of ``lengths[i]`` bytes from ``starts[i]``, wherever they lie."""
+    """Spark's ``hashUnsafeBytes`` of ``data[starts[i]:starts[i] + lengths[i]]``; the ranges may lie anywhere."""
     out = np.empty(len(seeds), np.uint64)
     words = _aligned_words(data)
     for begin in range(0, len(seeds), _BLOCK_ROWS):

@@ -39,7 +39,9 @@ class MapperAddress:
     """One registered instance of a mapper."""
 
     guid: Guid
+    """The name of the instance."""
     address: str
+    """The address (``grpc://host:port``) on which the instance serves reducers."""
 
 
 class Membership:

@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     from shuffle.statestore import StateClient
 
 SHOWN_ROWS_DEFAULT = 20
+"""The number of rows that ``show`` prints unless ``--rows`` is given."""
 
 
 def add_parsers(parser: argparse.ArgumentParser) -> None:
-    """The actions of ``shuffle dead-letters SPEC``."""
+    """Adds the actions of ``shuffle dead-letters SPEC``."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
 
     def add(name: str, what: str, example: str) -> argparse.ArgumentParser:
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     actions = {"list": _list, "show": _show, "replay": _replay, "drop": _drop}
     with ExitStack() as stack:
         if options.action == "replay" and options.role != "mapper":
-            # Looked at first: where no reducer has set rows aside, the processor may go on running.
+            # Checked first: if no reducer has set rows aside, the processor may go on running.
             with open_client(spec) as client:
                 waiting = [queue for queue in dead_letter_queues(spec, client, "reducer") if queue.rows]
             if waiting:
@@ -95,13 +96,13 @@ def _list(spec: ProcessorSpec, client: StateClient, options: argparse.Namespace)
             print(f"  newest: {last.origin}: {printable(last.fields['reason'])}")
 
 
-def _plain(letter: DeadLetter | None) -> dict[str, Any] | None:
-    """What the queue has of a letter, without the row."""
-    if letter is None:
+def _plain(dead_letter: DeadLetter | None) -> dict[str, Any] | None:
+    """The columns of a dead letter and its position in the queue, without the row itself."""
+    if dead_letter is None:
         return None
-    known = {name: value for name, value in letter.fields.items() if name not in ("row", "position")}
-    place = {"queue": letter.queue, "partition": letter.partition, "position": letter.position}
-    return {**place, **known, "origin_position": letter.fields["position"]}
+    known = {name: value for name, value in dead_letter.fields.items() if name not in ("row", "position")}
+    position = {"queue": dead_letter.queue, "partition": dead_letter.partition, "position": dead_letter.position}
+    return {**position, **known, "origin_position": dead_letter.fields["position"]}
 
 
 def _show(spec: ProcessorSpec, client: StateClient, options: argparse.Namespace) -> None:

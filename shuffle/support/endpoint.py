@@ -34,6 +34,7 @@ class Endpoint:
     host: str
     """The name or address of the host, without brackets."""
     port: int
+    """The port; 0 stands for any free one if the endpoint is one to listen on."""
     tls: bool = False
     """True if connections are encrypted. Nothing does so yet, and no text that is parsed can request it."""
 

@@ -27,9 +27,9 @@ from shuffle.mapper.serve import MapperServer
 from shuffle.metrics import MapperMetrics, serve_metrics
 from shuffle.preflight.check import check_against_store
 from shuffle.spec.config import ProcessorSpec
-from shuffle.support.endpoint import advertised
+from shuffle.support.endpoint import advertised_endpoint
 from shuffle.support.exit_codes import report
-from shuffle.support.logs import get_logger, setup_logging, stamped
+from shuffle.support.logs import get_logger, logged_as_worker, setup_logging
 from shuffle.support.retry import patiently
 from shuffle.user_code.create import create
 from shuffle.user_code.load import load_class
@@ -180,7 +180,7 @@ class MapperProcess:
                     return
             server = MapperServer([instance.served() for instance in self._instances], listen)
             closing.callback(server.close, CLOSE_S)
-            address = str(advertised(server.endpoint, self._spec.mapper.advertise))
+            address = str(advertised_endpoint(server.endpoint, self._spec.mapper.advertise))
             attributes = {"address": address}
             if self._metrics_port is not None:
                 assert self._metrics is not None
@@ -202,7 +202,7 @@ class MapperProcess:
     def _add(self, index: MapperIndex, dead_letter_queue: str, closing: ExitStack) -> bool:
         """Create instance ``index``; False if ``stop`` was set meanwhile."""
         spec, client = self._spec, self._client
-        with stamped(index):
+        with logged_as_worker(index):
             try:
                 reader = _patiently(self._stop, lambda: open_reader(spec, index, client))
                 if reader is None:

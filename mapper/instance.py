@@ -35,7 +35,7 @@ from shuffle.mapper.trim import Trimmer
 from shuffle.metrics import MapperMetrics
 from shuffle.spec.config import ProcessorSpec
 from shuffle.support import crash_points
-from shuffle.support.logs import get_logger, stamped
+from shuffle.support.logs import get_logger, logged_as_worker
 from shuffle.support.retry import passes_by_itself
 from shuffle.support.vital_threads import start_vital
 
@@ -116,20 +116,20 @@ class MapperInstance:
         own = {"index": str(self.index), **attributes}
         group, ttl_ms = mappers_group(self._spec.processor), self._spec.lease_ttl_ms
         membership = Membership(self._client, group, self._worker.guid, own, ttl_ms, self._fail)
-        with stamped(self.index):
+        with logged_as_worker(self.index):
             membership.start()
             crash_points.reach("mapper.after_registering")
             _log.info("serving", guid=self._worker.guid, **attributes)
         try:
             yield
         finally:
-            with stamped(self.index):
+            with logged_as_worker(self.index):
                 membership.close()
 
     # Ingestion
 
     def start_ingesting(self, stop: threading.Event) -> threading.Thread:
-        with stamped(self.index):
+        with logged_as_worker(self.index):
             return start_vital(lambda: self._ingest(stop), "ingest", self._fail)
 
     def _ingest(self, stop: threading.Event) -> None:
@@ -157,7 +157,7 @@ class MapperInstance:
     # Trim
 
     def start_trimming(self) -> threading.Thread:
-        with stamped(self.index):
+        with logged_as_worker(self.index):
             return start_vital(self._trim_regularly, "trim", self._fail)
 
     def stop_trimming(self) -> None:

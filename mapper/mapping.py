@@ -20,7 +20,7 @@ from shuffle.ids import InputIndex, ReducerIndex
 from shuffle.mapper.window import MappedBatch, MappedPart
 from shuffle.partition import check_partition_indexes, split_by_partition
 from shuffle.spec.config import OnError
-from shuffle.user_code.poison import dead_letters, is_transient, locate_poison, place_of, reason_of, split_rows
+from shuffle.user_code.poison import dead_letters, is_transient, locate_poison, raised_at, reason_of, split_rows
 
 SLACK_BYTES = 64 * 1024
 """The bytes by which the buffers of a part may exceed its rows before the rows are copied. Buffers of up to twice the
@@ -129,7 +129,7 @@ class MapStage:
     def _error(self, what: str, begin: InputIndex, rows: int, error: Exception) -> UserCodeError:
         where = f"input row {begin}" if rows == 1 else f"input rows {begin} to {begin + rows - 1}"
         return UserCodeError(
-            f"{self._who}: {self._class}.map failed at {where}: {what}{place_of(error)}. "
+            f"{self._who}: {self._class}.map failed at {where}: {what}{raised_at(error)}. "
             "Correct the class or the input, or set mapper.on_error to dead_letter to set such rows aside",
             processor=self.spec.processor,
             role="mapper",

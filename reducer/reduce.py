@@ -20,7 +20,7 @@ from shuffle.user_code.poison import (
     dead_letters,
     is_transient,
     locate_poison,
-    place_of,
+    raised_at,
     reason_of,
     split_rows,
 )
@@ -167,7 +167,7 @@ def user_code_error(processor: str, index: ReducerIndex, batch: ReduceBatch, err
     more = f", and {len(ranges) - RANGES_SHOWN_MAX} more mappers" if len(ranges) > RANGES_SHOWN_MAX else ""
     return UserCodeError(
         f"processor {processor}, reducer {index}: reduce failed on {batch.row_count} rows (shuffle indexes of {shown}"
-        f"{more}): {reason_of(error)}{place_of(error, __file__)}. Nothing of this batch was committed. "
+        f"{more}): {reason_of(error)}{raised_at(error, __file__)}. Nothing of this batch was committed. "
         "Correct the code, or set reducer.on_error to dead_letter to set such rows aside",
         processor=processor,
         reducer=index,

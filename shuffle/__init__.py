@@ -1,7 +1,7 @@
 """What a user's module imports to write a streaming processor.
 
-Each name is looked up when it is first asked for: a worker has only what its user's module wants in memory, and can
-arrange how the large libraries behave before the first of them is imported (``footprint``).
+Each name is imported when it is first used: a worker loads only what its user's module needs, and can configure the
+large libraries before the first of them is imported (``shuffle.support.process_memory``).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'shuffle' has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    return found
+    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -25,15 +25,16 @@ class WorkerSpec:
     processor: str
     """The name of the processor."""
     index: int
-    """Which mapper or reducer this is, counted from 0."""
+    """The index of this mapper or reducer, counted from 0."""
     guid: Guid
     """The name of this instance; a worker that is restarted has another one."""
     mapper_count: int
-    """How many mappers there are."""
+    """The number of mappers of the processor."""
     reducer_count: int
-    """How many reducers there are: what ``hash_partition`` wants to know."""
+    """The number of reducers of the processor; ``hash_partition`` needs it."""
     max_parallelism: int = KEY_GROUPS_DEFAULT
-    """Key groups of the processor: what ``hash_partition`` wants to know if the spec sets another number."""
+    """The number of key groups of the processor; ``hash_partition`` needs it if the spec sets another than the
+    default."""
 
 
 class PartitionedRowset:
@@ -97,7 +98,8 @@ class Reducer(ABC):
         """Fold rows into the state; ``self.state.transaction()`` gives the transaction for what is to be written."""
 
     def forget(self) -> None:  # noqa: B027 (most reducers remember nothing)
-        """Called before ``reduce`` when what was remembered of the tables may have been overtaken.
+        """Override to drop what the reducer remembers of the tables between batches.
 
-        Of what earlier calls returned, some was not committed, or another instance of this reducer has been at work.
+        It is called before ``reduce`` when that may be out of date: a transaction that an earlier call returned was not
+        committed, or another instance of this reducer has committed in the meantime.
         """

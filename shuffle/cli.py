@@ -1,8 +1,8 @@
 """The command ``shuffle``.
 
 Exit codes: 0 done, 1 failed, 2 a wrong spec or wrong arguments, 3 an exception in the user's code, 130 Ctrl-C.
-What goes wrong is told in one place, on stderr, after ``error: ``. Modules are imported by the commands that need them,
-so that ``shuffle --help`` is quick.
+Errors are printed in one place, on stderr, after ``error: ``. Modules are imported by the commands that need them, so
+that ``shuffle --help`` is quick.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DELEGATES = {
 """Commands that are another module's ``main(arguments)``, with a ``--help`` of its own."""
 
 WORKERS = ("mapper", "reducer")
-"""Those that do themselves, and before Arrow is imported, what keeps a process small."""
+"""The commands that call ``keep_small`` themselves, since they have to do it before Arrow is imported."""
 
 _EXAMPLES = """\
 examples:
@@ -46,14 +46,14 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code. Raises nothing but ``SystemExit`` (from ``--help`` and wrong arguments)."""
+    """Runs the command and returns its exit code. Raises only ``SystemExit`` (from ``--help`` and wrong arguments)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _dispatch(given, is_program=arguments is None)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has left. Python would complain once more when it flushes at exit.
+        # The reader of our output has closed the pipe. Python would fail once more when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except ShuffleError as error:
@@ -78,7 +78,8 @@ def _dispatch(given: list[str], is_program: bool) -> int:
 
 
 def build_parser(given: str = "") -> argparse.ArgumentParser:
-    """``given`` is the command that will be parsed: only its own subcommands are built, and their modules imported."""
+    """The parser of all commands. Of subcommands only those of the command ``given`` are built, as each imports a
+    module."""
     parser = argparse.ArgumentParser(
         prog="shuffle",
         description="A streaming map-reduce stage whose shuffle does not touch the disk.",
@@ -120,7 +121,7 @@ def _version() -> str:
         return "(not installed)"
 
 
-# Parsers of the commands that are here -------------------------------------------------------------------------------
+# Parsers of the commands in this module ------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     _Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -241,13 +242,13 @@ def _seconds(text: str) -> float:
     return value
 
 
-# What they do --------------------------------------------------------------------------------------------------------
+# Implementations of the commands -------------------------------------------------------------------------------------
 
 
 def _run(options: argparse.Namespace) -> int:
     from shuffle.errors import SpecError
     from shuffle.run.controller import run
-    from shuffle.run.run_lock import only_run
+    from shuffle.run.run_lock import hold_run_lock
     from shuffle.spec.config import load_spec
     from shuffle.support.logs import setup_logging
     from shuffle.support.slow_wait import say_on_stderr
@@ -258,12 +259,12 @@ def _run(options: argparse.Namespace) -> int:
     if options.engine == "spark" and options.master is None:
         raise SpecError("--engine spark needs --master URL: spark://host:7077, local[4], or what else Spark knows")
     screen = sys.stderr.isatty() and not options.no_screen and options.engine != "spark"
-    # What the controller notices is on the screen, or said in lines; its own log is for what goes wrong in it.
+    # Events of the processor are on the screen, or printed as lines; the controller's log is for its own errors.
     setup_logging("controller", spec.processor, level="error" if screen else "warning")
     with ExitStack() as stack:
-        # A store that is not there yet is nobody's, and a spec that is refused must not leave the folder of one behind.
+        # A store that does not exist yet needs no lock, and a refused spec must not leave a store folder behind.
         if spec.state_folder is None or spec.state_folder.is_dir() or options.engine != "spark":
-            stack.enter_context(only_run(spec, say_on_stderr))
+            stack.enter_context(hold_run_lock(spec, say_on_stderr))
         if options.engine == "spark":
             from shuffle.spark_connector.engine import run_on_spark
 
@@ -273,12 +274,12 @@ def _run(options: argparse.Namespace) -> int:
 
 def _upgrade(options: argparse.Namespace) -> int:
     from shuffle.durable.upgrade import upgrade
-    from shuffle.run.run_lock import only_run
+    from shuffle.run.run_lock import hold_run_lock
     from shuffle.spec.config import load_spec
     from shuffle.support.slow_wait import say_on_stderr
 
     spec = load_spec(options.spec)
-    with only_run(spec, say_on_stderr), spec.open_state() as client:
+    with hold_run_lock(spec, say_on_stderr), spec.open_state() as client:
         done = upgrade(client, spec.processor)
     print(f"the tables of processor {spec.processor} are up to date" + (" now" if done else ""))
     return 0
@@ -301,7 +302,7 @@ def _check(options: argparse.Namespace) -> int:
     from shuffle.preflight.check import check_against_store
     from shuffle.run.controller import not_deterministic
     from shuffle.run.determinism import check_map, describe
-    from shuffle.run.store_service import log_folder, opened, require_store, served_store
+    from shuffle.run.store_service import log_folder, open_client, require_store, served_store
     from shuffle.run.supervisor import Supervisor
     from shuffle.spec.config import load_spec
 
@@ -309,7 +310,7 @@ def _check(options: argparse.Namespace) -> int:
     require_store(given)
     supervisor = Supervisor()
     try:
-        with log_folder(given) as logs, served_store(given, supervisor, logs) as spec, opened(spec) as client:
+        with log_folder(given) as logs, served_store(given, supervisor, logs) as spec, open_client(spec) as client:
             mapper_count = check_against_store(spec, client, register=False)
             print(f"{spec.path}: fine: {mapper_count} mappers, {spec.reducer.count} reducers")
             result = check_map(spec, client, mapper_count)
@@ -326,13 +327,13 @@ def _status(options: argparse.Namespace) -> int:
     import json
 
     from shuffle.run.status import collect
-    from shuffle.run.store_service import opened, require_store
+    from shuffle.run.store_service import open_client, require_store
     from shuffle.run.terminal import print_status
     from shuffle.spec.config import load_spec
 
     spec = load_spec(options.spec)
     require_store(spec)
-    with opened(spec) as client:
+    with open_client(spec) as client:
         status = collect(spec, client)
     if options.json:
         print(json.dumps(status.to_json(), indent=2))
@@ -343,14 +344,14 @@ def _status(options: argparse.Namespace) -> int:
 
 def _top(options: argparse.Namespace) -> int:
     from shuffle.run.status import StatusCollector
-    from shuffle.run.store_service import opened, require_store
-    from shuffle.run.terminal import show_again_and_again
+    from shuffle.run.store_service import open_client, require_store
+    from shuffle.run.terminal import show_repeatedly
     from shuffle.spec.config import load_spec
 
     spec = load_spec(options.spec)
     require_store(spec)
-    with opened(spec) as client, StatusCollector(spec, client) as collector:
-        show_again_and_again(collector.collect, options.interval, options.count)
+    with open_client(spec) as client, StatusCollector(spec, client) as collector:
+        show_repeatedly(collector.collect, options.interval, options.count)
     return 0
 
 

@@ -1,6 +1,7 @@
-"""The part of a spec that is the user's own, checked against what the user's class declares.
+"""Checks the user's own part of a spec (``config``) against what the user's class declares (``config_schema``).
 
-It lies below the ready-made jobs, whose constructors use it, and below ``shuffle.user_code``, which creates classes.
+This module lies in a layer below the ready-made jobs, whose constructors use it, and below ``shuffle.user_code``, which
+creates objects of the user's classes.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ def check_config(cls: type, config: Mapping[str, Any] | None) -> Mapping[str, An
         problems.append(f"unknown key {name!r}{hint}")
     checked = {}
     for name, declared in schema.items():
-        kind, default = declared if isinstance(declared, tuple) else (declared, _REQUIRED)
+        value_type, default = declared if isinstance(declared, tuple) else (declared, _REQUIRED)
         if name not in given:
             if default is _REQUIRED:
-                problems.append(f"{name!r} is missing: it must be {_called(kind)}")
+                problems.append(f"{name!r} is missing: it must be {_describe(value_type)}")
             checked[name] = default
-        elif _fits(given[name], kind) or (default is None and given[name] is None):
-            checked[name] = float(given[name]) if kind is float else given[name]
+        elif _fits(given[name], value_type) or (default is None and given[name] is None):
+            checked[name] = float(given[name]) if value_type is float else given[name]
         else:
-            problems.append(f"{name!r} must be {_called(kind)}, not {given[name]!r}")
+            problems.append(f"{name!r} must be {_describe(value_type)}, not {given[name]!r}")
     if problems:
         raise SpecError(f"config of {cls.__name__}: " + "; ".join(sorted(problems)), problems=sorted(problems))
     return checked
 
 
-def _fits(value: Any, kind: type) -> bool:
+def _fits(value: Any, value_type: type) -> bool:
     if isinstance(value, bool):
         # To Python a bool is an int; to the writer of a spec ``limit: true`` is a mistake.
-        return kind in (bool, object)
-    return isinstance(value, (int, float) if kind is float else kind)
+        return value_type in (bool, object)
+    return isinstance(value, (int, float) if value_type is float else value_type)
 
 
-def _called(kind: type) -> str:
+def _describe(value_type: type) -> str:
     names = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
-    return names.get(kind, f"a {kind.__name__}" if kind is not dict else "a mapping")
+    return names.get(value_type, f"a {value_type.__name__}" if value_type is not dict else "a mapping")

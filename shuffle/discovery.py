@@ -1,8 +1,8 @@
-"""Who is there: workers keep a lease in their group, and reducers watch the group of the mappers.
+"""Discovery of workers: each keeps a lease in the group of its role, and reducers watch the group of the mappers.
 
 Discovery is allowed to be stale: a mapper that has died stays listed until its lease ends, and one that lives may be
-missing for a moment after the store was restarted. Nothing that must be exact depends on it; the guid in every request
-is what protects against talking to the wrong instance.
+missing for a short time after the store was restarted. Nothing that must be exact depends on it; the guid in every
+request is what protects against talking to the wrong instance.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from shuffle.statestore import Lease, Member, StateClient
 
 RETRY_MS = 100
+"""Milliseconds before the first retry after the store could not be reached; the wait doubles with each."""
 RETRY_MS_MAX = 2_000
+"""The longest wait between retries, in milliseconds."""
 WATCH_WAIT_MS = 1_000
-"""One long poll of the watcher; also how long ``close`` may have to wait for it."""
+"""Milliseconds of one long poll of the watcher, for which ``close`` may have to wait."""
 
 _log = get_logger(__name__)
 
@@ -37,14 +39,17 @@ class MapperAddress:
     """One registered instance of a mapper."""
 
     guid: Guid
+    """The name of the instance."""
     address: str
+    """The address (``grpc://host:port``) on which the instance serves reducers."""
 
 
 class Membership:
     """Keeps a worker registered for as long as it lives, across restarts of the store.
 
     ``lost`` is set while the registration is known or presumed to be gone: the lease expired (this process was paused
-    for too long), or the store has not answered for a whole time to live. ``on_death``: see ``vital_threads``.
+    for too long), or the store has not responded for a whole time to live. ``on_death`` is called if the thread that
+    renews the lease dies (``vital_threads``).
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class Membership:
         self._client = client
         self._group = group
         self._member = member
-        # So that of two instances with one index the younger can be told, see ``arrange_mappers``.
+        # Tells which of two instances with the same index is the younger one; see ``arrange_mappers``.
         self._attributes = {"since_ns": str(time.time_ns()), **attributes}
         self._ttl_ms = ttl_ms
         self._lease: Lease | None = None
@@ -77,12 +82,12 @@ class Membership:
         self.close()
 
     def start(self) -> None:
-        """Registers once at once, so that others see this worker before it goes on; afterwards in the background."""
+        """Registers before it returns, so that others see this worker from then on; renews in the background."""
         self._step()
         self._thread = start_vital(self._run, f"membership-{self._group}", self._on_death)
 
     def close(self) -> None:
-        """Leaves the group, if the store can be told so; else the lease runs out by itself."""
+        """Leaves the group if the store can be reached; otherwise the lease expires by itself."""
         self._stopping.set()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(timeout=self._ttl_ms / 1000)
@@ -99,7 +104,7 @@ class Membership:
             wait_s = self._ttl_ms / 3000 if self._step() else min(self._ttl_ms / 3000, RETRY_MS_MAX / 1000)
 
     def _step(self) -> bool:
-        """Renews, or registers again; whether the store has the worker listed now."""
+        """Renews the lease or registers again. Returns whether the store has the worker listed now."""
         try:
             if self._lease is not None:
                 self._lease.renew()
@@ -133,26 +138,26 @@ class Membership:
 
 
 def arrange_mappers(members: Iterable[Member]) -> dict[MapperIndex, list[MapperAddress]]:
-    """The registered mappers by index, the youngest first: of two instances that one is likely to be alive."""
-    found: dict[MapperIndex, list[tuple[int, MapperAddress]]] = {}
+    """The registered mappers by index, the youngest instance first, since of two that one is likely to be alive."""
+    registered: dict[MapperIndex, list[tuple[int, MapperAddress]]] = {}
     for member in members:
         try:
             index = MapperIndex(int(member.attributes["index"]))
             address = MapperAddress(Guid(member.name), member.attributes["address"])
             since_ns = int(member.attributes.get("since_ns", "0"))
         except (KeyError, ValueError):
-            continue  # Written by another version: not for us, and no reason to fail.
-        found.setdefault(index, []).append((since_ns, address))
+            continue  # Written by another version of this project: it is of no use here, and no reason to fail.
+        registered.setdefault(index, []).append((since_ns, address))
     return {
         index: [address for _, address in sorted(entries, key=lambda entry: -entry[0])]
-        for index, entries in sorted(found.items())
+        for index, entries in sorted(registered.items())
     }
 
 
 class MapperDirectory:
     """The mappers of one processor, kept up to date by a thread that watches their lease group.
 
-    ``on_death``: see ``vital_threads``.
+    ``on_death`` is called if that thread dies (``vital_threads``).
     """
 
     def __init__(self, client: StateClient, processor: str, on_death: OnDeath, wait_ms: int = WATCH_WAIT_MS) -> None:
@@ -179,12 +184,12 @@ class MapperDirectory:
 
     @property
     def changes(self) -> int:
-        """How often the list has changed; pass it to ``wait_for_change`` so that no change is missed in between."""
+        """The number of changes of the list so far; pass it to ``wait_for_change`` so that no change is missed."""
         with self._changed:
             return self._changes
 
     def wait_for_change(self, timeout_s: float, since: int | None = None) -> bool:
-        """Waits until the list changes (``since``: is another than after that many changes); whether it did."""
+        """Waits until the list has changed more than ``since`` times, by default once more. Returns whether it did."""
         with self._changed:
             seen = self._changes if since is None else since
             return self._changed.wait_for(lambda: self._changes != seen or self._closing.is_set(), timeout_s)
@@ -206,13 +211,13 @@ class MapperDirectory:
             except ShuffleError as error:
                 if not self._closing.is_set():
                     _log.warning("mappers cannot be watched", group=self._group, error=error)
-                revision = -1  # A restarted store counts from its own beginning.
+                revision = -1  # A restarted store begins to count revisions anew.
                 self._closing.wait(backoff.next_s())
                 continue
             backoff.reset()
             self._publish(arrange_mappers(members))
             if revision == seen and time.monotonic() - begun_s < self._wait_ms / 2000:
-                # The store has too many watchers to let this one wait, so it waits here.
+                # The store has too many watchers to hold this long poll, so the wait is done here.
                 self._closing.wait(RETRY_MS / 1000)
 
     def _publish(self, mappers: dict[MapperIndex, list[MapperAddress]]) -> None:

@@ -13,10 +13,10 @@
     │   ├── SequenceError          a producer's sequence number too far in the past to be recognised
     │   └── OutOfRange             a queue position that was trimmed, or lies after the end; a number out of bounds
     ├── CommitConflict             something the transaction read has changed: nothing was written, try again
-    ├── CommitUnknown              the answer was lost: read the state again, never repeat the commit blindly
+    ├── CommitUnknown              the response was lost: read the state again, never repeat the commit blindly
     ├── StoreError
     │   ├── StoreUnavailable       cannot be reached, or did not answer in time
-    │   │   └── TooBusy            it serves as many as it can at a time: nothing was done, ask again later
+    │   │   └── TooBusy            it serves as many as it can at a time: nothing was done, try again later
     │   ├── StoreLocked            another process has the folder open and serves nobody
     │   ├── FormatTooNew           written by a newer version of this project
     │   ├── StoreNotWritable       the folder cannot be created or written
@@ -48,7 +48,7 @@ class ShuffleError(Exception):
     """The root of the tree. ``fields`` says what the error is about: table, column, row, file, offset, …"""
 
     code: ClassVar[str] = "internal"
-    """The short name of the kind of error, for programs."""
+    """The short name of this type of error, for programs and on the wire."""
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
@@ -146,7 +146,7 @@ class CommitConflict(ShuffleError):
 
 
 class CommitUnknown(ShuffleError):
-    """The answer to a commit was lost. Read the state again to learn what became of it; never repeat it blindly."""
+    """The response to a commit was lost. Read the state again to learn what became of it; never repeat it blindly."""
 
     code = "commit_unknown"
 
@@ -206,7 +206,8 @@ class Expired(ShuffleError):
 
 
 class StaleMapper(ShuffleError):
-    """A request named another instance of this mapper than runs now. Reducers ask discovery again by themselves."""
+    """A request named another instance of this mapper than the one that runs now. Reducers look the mapper up again by
+    themselves."""
 
     code = "stale_mapper"
 
@@ -219,21 +220,22 @@ class StaleGeneration(ShuffleError):
 
 
 class RowsGone(ShuffleError):
-    """Rows were asked for below what a mapper can still serve: they were committed by all, and given up."""
+    """Rows were requested below what a mapper can still serve: all reducers had committed them, and the mapper has
+    dropped them."""
 
     code = "rows_gone"
 
 
 class NotServed(ShuffleError):
-    """A reducer told a mapper that it has committed rows which the mapper never served, and the store does not say so
-    either. Nothing was forgotten; the reducer reads its state again."""
+    """A reducer's request said that it has committed rows which the mapper never served, and the store does not say so
+    either. The mapper has dropped nothing; the reducer reads its state again."""
 
     code = "not_served"
 
 
 class FalseClaim(ShuffleError):
     """A mapper had dropped rows because a request called them committed, and the store says that they are not. It
-    starts again from its persisted state, and serves them again. Who sends such requests?"""
+    starts again from its persisted state, and serves them again. Find out who sends such requests."""
 
     code = "false_claim"
 
@@ -260,12 +262,12 @@ _BY_CODE[ShuffleError.code] = ShuffleError
 
 
 def to_wire(error: ShuffleError) -> str:
-    """The text under which an error travels: one JSON object, kept short enough for a gRPC status message."""
+    """An error as it is sent over the wire: one JSON object, kept short enough for a gRPC status message."""
     return json.dumps({"code": error.code, "message": error.message, "fields": error.fields}, default=str)
 
 
 def one_line(error: BaseException) -> str:
-    """An error that nobody foresaw, for somebody in another process: its type and its text, on one line."""
+    """An unexpected error as it is reported to another process: its type and its text, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -273,7 +275,7 @@ def from_wire(text: str) -> ShuffleError:
     """The typed error behind ``text``; a code this version does not know becomes a plain ``ShuffleError``."""
     try:
         parsed = json.loads(text)
-        kind = _BY_CODE.get(parsed["code"], ShuffleError)
-        return kind(parsed["message"], **parsed["fields"])
+        error_type = _BY_CODE.get(parsed["code"], ShuffleError)
+        return error_type(parsed["message"], **parsed["fields"])
     except (ValueError, KeyError, TypeError):
         return ShuffleError(text)

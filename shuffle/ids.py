@@ -1,4 +1,4 @@
-"""Numbers and names that must not be mixed up, as types of their own."""
+"""Distinct types for numbers and names that must not be mixed up."""
 
 from __future__ import annotations
 

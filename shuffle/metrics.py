@@ -1,4 +1,5 @@
-"""What mappers and reducers count; ``shuffle.support.metrics`` has what they count with, and serves it."""
+"""The metrics of mappers and reducers. ``shuffle.support.metrics`` has their base class, and the endpoint that serves
+them."""
 
 from __future__ import annotations
 

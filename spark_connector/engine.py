@@ -30,9 +30,9 @@ from shuffle.run.controller import (
     not_deterministic,
     served_store,
 )
-from shuffle.run.dead_letters import last_words
+from shuffle.run.dead_letters import dead_letter_note
 from shuffle.run.determinism import check_map
-from shuffle.run.drain import drain_goal, look_whether_drained
+from shuffle.run.drain import drain_goal, is_drained
 from shuffle.run.supervisor import Supervisor
 from shuffle.spec.config import ProcessorSpec
 from shuffle.spec.index_sets import indexes_text, share_out
@@ -102,10 +102,10 @@ def run_on_spark(
             while not asked.wait(LOOK_S):  # 4
                 job.check()
                 with contextlib.suppress(StoreUnavailable):
-                    if goal is not None and look_whether_drained(goal, spec, client):
-                        say(f"{spec.processor}: drained{last_words(spec, client)}")
+                    if goal is not None and is_drained(goal, spec, client):
+                        say(f"{spec.processor}: drained{dead_letter_note(spec, client)}")
                         return 0
-            say(f"{spec.processor}: stopped; it goes on from here when it is run again{last_words(spec, client)}")
+            say(f"{spec.processor}: stopped; it goes on from here when it is run again{dead_letter_note(spec, client)}")
         return 128 + signal.SIGINT if asked.number == signal.SIGINT else 0
 
 

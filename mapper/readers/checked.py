@@ -19,7 +19,7 @@ from shuffle.errors import ShuffleError, UserCodeError
 from shuffle.ids import Token
 from shuffle.limits import TOKEN_BYTES_MAX
 from shuffle.mapper.reader import Input, PartitionReader
-from shuffle.user_code.poison import place_of, reason_of
+from shuffle.user_code.poison import raised_at, reason_of
 
 POLL_S = 0.1
 """The seconds after which a reader that returned no rows, and does not wait by itself, is called again."""
@@ -39,7 +39,7 @@ class _Boundary:
         except ShuffleError:
             raise
         except Exception as error:
-            raise self.error(method, f"{reason_of(error)}{place_of(error)}") from error
+            raise self.error(method, f"{reason_of(error)}{raised_at(error)}") from error
 
     def error(self, method: str, what: str) -> UserCodeError:
         return UserCodeError(f"{self._where}: {self._name}.{method}: {what}")

@@ -14,7 +14,7 @@ from shuffle.mapper.readers.checked import CheckedInput, CheckedReader
 from shuffle.spec.config import ProcessorSpec
 from shuffle.spec.inputs import KINDS, InputSpec
 from shuffle.user_code.load import load_input_class
-from shuffle.user_code.poison import place_of, reason_of
+from shuffle.user_code.poison import raised_at, reason_of
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient
@@ -39,7 +39,7 @@ def open_input(spec: ProcessorSpec, client: StateClient) -> Input:
         raise
     except Exception as error:
         name = input_class.__qualname__
-        raise UserCodeError(f"{where}: {name} could not be created: {reason_of(error)}{place_of(error)}") from error
+        raise UserCodeError(f"{where}: {name} could not be created: {reason_of(error)}{raised_at(error)}") from error
     return CheckedInput(made, where)
 
 

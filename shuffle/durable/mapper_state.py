@@ -29,16 +29,21 @@ MAPPERS_ROW = pa.schema([*MAPPERS_KEY, *MAPPERS_VALUE])
 
 @dataclass(frozen=True, slots=True)
 class MapperState:
-    """Everything before these positions has been committed by the reducers it was meant for, or is in the spill."""
+    """The persisted positions of one mapper: every row before them has been committed by its reducer, or is in the
+    spill."""
 
     input_unread_row_index: InputIndex = InputIndex(0)
+    """The index, in the input numbering, of the first row that is not yet done."""
     shuffle_unread_row_index: ShuffleIndex = ShuffleIndex(0)
+    """The index, in the shuffle numbering, of the first row that is not yet done."""
     continuation_token: Token = Token(b"")
+    """The token with which the reader goes on at these positions."""
     generation: int = 0
-    """Of the processor. Another instance's state of another generation is another state, and is noticed as such."""
+    """The generation of the processor. States that differ only in their generation are different states, so a mapper
+    notices that another instance has written one."""
     front: int | None = None
-    """The mapper's clock at this position: no row from here on is below it. It is a function of the position, so two
-    instances agree on it. None: the mapper has no clock."""
+    """The value of the mapper's clock at this position: no row from here on is below it. It depends only on the
+    position, so two instances agree on it. None if the mapper has no clock."""
 
     def is_before(self, other: MapperState) -> bool:
         return self.input_unread_row_index < other.input_unread_row_index
@@ -49,7 +54,7 @@ def key_rows(mapper_index: MapperIndex) -> pa.Table:
 
 
 def state_rows(mapper_index: MapperIndex, state: MapperState) -> pa.Table:
-    """``state`` as the table's one row for this mapper."""
+    """The row of this mapper in the table, with ``state`` in it."""
     return pa.table(
         [
             pa.array([mapper_index], pa.int32()),
@@ -64,7 +69,7 @@ def state_rows(mapper_index: MapperIndex, state: MapperState) -> pa.Table:
 
 
 def state_from_rows(rows: pa.Table) -> MapperState | None:
-    """The state in the answer of a lookup; None before the first commit."""
+    """The state in the result of a lookup; None before the first commit."""
     if rows.num_rows == 0:
         return None
     assert rows.num_rows == 1
@@ -81,14 +86,15 @@ def state_from_rows(rows: pa.Table) -> MapperState | None:
 def lookup_state(
     source: StateClient | Transaction | Snapshot, processor: str, mapper_index: MapperIndex
 ) -> MapperState | None:
-    """The persisted state as ``source`` sees it."""
+    """The persisted state of a mapper, as ``source`` sees it; None before the first commit."""
     return state_from_rows(source.lookup(mappers_table(processor), key_rows(mapper_index)))
 
 
 def lookup_committed(
     source: StateClient | Transaction | Snapshot, processor: str, mapper_index: MapperIndex, reducer_count: int
 ) -> dict[ReducerIndex, ShuffleIndex]:
-    """What each reducer's own row says that it has committed of this mapper's rows; those without a row are absent."""
+    """The last row of this mapper that each reducer has committed, by the reducer's own row. Reducers without a row are
+    absent."""
     keys = pa.table([pa.array(range(reducer_count), pa.int32())], schema=REDUCERS_KEY)
     rows = source.lookup(reducers_table(processor), keys)
     return {
@@ -98,16 +104,17 @@ def lookup_committed(
 
 
 class PersistedState:
-    """Fetches the state again and again. It is asked for with every batch and seldom changes, so it is decoded once."""
+    """Fetches the state of one mapper repeatedly. It is fetched with every batch and seldom changes, so the decoded
+    state is kept."""
 
     def __init__(self, client: StateClient, processor: str, mapper_index: MapperIndex) -> None:
         self._client = client
         self._table = mappers_table(processor)
         self._mapper_index = mapper_index
         self._rows: pa.Table | None = None
-        """What the store returned last."""
+        """The rows that the store returned last."""
         self._state: MapperState | None = None
-        """What ``_rows`` say."""
+        """The state that is decoded from ``_rows``."""
 
     def fetch(self) -> MapperState | None:
         rows = self._client.cached_lookup(self._table, (self._mapper_index,))

@@ -1,8 +1,8 @@
-"""The one Spark query that reads a processor, as everybody else sees it.
+"""The one Spark query that reads a processor, as other processes see it.
 
-Who reads is a row of ``<processor>/meta``, which changes hands in a transaction: of two queries that start at once one
-gets it. Whether that query is still there is told by a lease, as for workers. Both are written by
-``spark_connector.lease``; this module needs no Spark, so that reducers can look, too.
+A row of ``<processor>/meta`` names the query that reads. It is written in a transaction, so that of two queries that
+start at the same time one gets it. A lease, as workers have, shows that the query still runs. Both are written by
+``spark_connector.source.query_lease``; this module needs no Spark, so that reducers can check them, too.
 """
 
 from __future__ import annotations
@@ -22,26 +22,31 @@ if TYPE_CHECKING:
     from shuffle.statestore import StateClient
 
 HOLDER = "spark_query"
-"""The name of the row in ``<processor>/meta``."""
+"""The name of the row in ``<processor>/meta`` that holds the query."""
 
 
 @dataclass(frozen=True)
 class QueryHolder:
-    """One run of a query: a process that Spark has started in its driver, for as long as the query runs."""
+    """One run of a query: a process that Spark's driver has started, and that lives as long as the query runs."""
 
     guid: str
+    """The name of this run; each run of a query has another one."""
     host: str
+    """The name of the machine on which the query runs."""
     driver_pid: int
-    """Of the process that the user knows: Spark's driver."""
+    """The pid of Spark's driver, which is the process that the user knows."""
     pid: int
+    """The pid of the process that runs the query."""
     started: str
-    """When that process was started, in the kernel's own count: a pid alone may be somebody else's by now."""
+    """The start time of the process ``pid``, in the kernel's own count: another process may have the same pid later."""
     place: str
-    """Which processes can see each other's pids: the machine since its last boot, and the namespace on it."""
+    """The boot id of the machine and its pid namespace: processes see each other's pids if both are the same."""
     since: str
+    """The time at which the query has taken the processor, as text."""
     query_id: str = ""
+    """Spark's id of the query; it is known once the first task of the query runs."""
     query_name: str = ""
-    """The id and the name are known as soon as the first task of the query runs."""
+    """The name of the query, if it has one; it is known once the first task of the query runs."""
 
     def described(self) -> str:
         name = f" {self.query_name!r}" if self.query_name else ""
@@ -52,16 +57,17 @@ class QueryHolder:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process would see that one."""
-        return bool(self.place) and self.place == process_place()
+        """Whether this process can see the pid of the query's process."""
+        return bool(self.place) and self.place == pid_namespace()
 
     @property
     def is_dead(self) -> bool:
-        """Whether it is certain that the process is gone; one elsewhere may be, too."""
+        """Whether the query's process is known to have ended; False for a process that cannot be seen from here."""
         return self.is_here and process_started(self.pid) != self.started
 
 
-def process_place() -> str:
+def pid_namespace() -> str:
+    """The boot id and the pid namespace of this process; empty where the kernel does not tell."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -69,9 +75,9 @@ def process_place() -> str:
 
 
 def process_started(pid: int) -> str:
-    """When a process of this machine was started; nothing for one that has ended."""
+    """The start time of a process of this machine; empty if it has ended."""
     try:
-        # The name before the last bracket may hold anything; the state is the first field after it.
+        # The name before the last bracket may contain anything; the state is the first field after it.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
     except (OSError, IndexError):
@@ -79,9 +85,10 @@ def process_started(pid: int) -> str:
 
 
 def stored_holder(source: Any, processor: str) -> QueryHolder | None:
-    """Who has taken the processor, as ``source`` (a client, a transaction) sees it; perhaps gone without a word."""
-    found = source.lookup(meta_table(processor), holder_key())
-    return QueryHolder(**json.loads(found["value"][0].as_py())) if found.num_rows else None
+    """The query that has taken the processor, as ``source`` (a client, a transaction) sees it. It may have ended
+    without giving the processor back."""
+    rows = source.lookup(meta_table(processor), holder_key())
+    return QueryHolder(**json.loads(rows["value"][0].as_py())) if rows.num_rows else None
 
 
 def holder_key() -> pa.Table:
@@ -97,7 +104,7 @@ def has_lease(client: StateClient, processor: str, holder: QueryHolder) -> bool:
 
 
 def refuse_beside_query(client: StateClient, processor: str) -> None:
-    """For reducers: a query that reads the processor has the rows that they would count a second time."""
+    """Raises ``BadInput`` if a query reads the processor: reducers would count the rows of that query a second time."""
     holder = stored_holder(client, processor)
     if holder is not None and not holder.is_dead and has_lease(client, processor, holder):
         raise BadInput(

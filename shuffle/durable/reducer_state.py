@@ -1,4 +1,4 @@
-"""What a reducer makes durable: one row with the last committed shuffle index of every mapper, and its front."""
+"""The reducer's persisted state: one row with the last committed shuffle index of every mapper, and its front."""
 
 from __future__ import annotations
 
@@ -20,23 +20,27 @@ REDUCERS_VALUE = pa.schema(
         pa.field("fronts", pa.binary()),
     ]
 )
-"""``committed_row_indices``: little-endian int64 for each mapper; 8 bytes a mapper is what a commit of the shuffle
-itself costs. ``fronts``: the same, with ``NO_FRONT`` for a mapper of which none is known; null if that is so of all."""
+"""``committed_row_indices`` has a little-endian int64 for each mapper; 8 bytes a mapper is what a commit of the shuffle
+itself costs. ``fronts`` is encoded in the same way, with ``NO_FRONT`` for a mapper of which no front is known; it is
+null if none is known of any mapper."""
 
 NO_FRONT = -(2**63)
+"""The encoded value for a mapper of which no front is known."""
 
 _INDEXES = np.dtype("<i8")
 
 
 @dataclass(frozen=True, slots=True)
 class ReducerState:
-    """The row of one reducer. Two states are equal if every field is: a commit compares the whole row."""
+    """The row of one reducer. Two states are equal if all fields are: a commit compares the whole row."""
 
     committed_row_indices: tuple[ShuffleIndex, ...]
+    """The last shuffle index that was committed, for each mapper."""
     generation: int = 0
-    """Of the processor. A commit that expects another one is refused, as any other that expects another row."""
+    """The generation of the processor. A commit that expects another one is refused, like any that expects another
+    row."""
     fronts: tuple[int | None, ...] | None = None
-    """For each mapper: no row after the committed ones is below this. None where nothing is known."""
+    """The front of each mapper: no row after the committed ones is below it. None where it is not known."""
 
     @staticmethod
     def initial(mapper_count: int) -> ReducerState:
@@ -51,7 +55,7 @@ class ReducerState:
     def advanced(
         self, last_row_indices: Mapping[MapperIndex, ShuffleIndex], fronts: Mapping[MapperIndex, int] | None = None
     ) -> ReducerState:
-        """This state with some mappers further on; neither an index nor a front ever goes back."""
+        """This state with some mappers further on. Neither an index nor a front ever goes back."""
         indices = list(self.committed_row_indices)
         for mapper_index, last in last_row_indices.items():
             if last < indices[mapper_index]:
@@ -62,26 +66,26 @@ class ReducerState:
     def _advanced_fronts(self, fronts: Mapping[MapperIndex, int] | None) -> tuple[int | None, ...] | None:
         if not fronts:
             return self.fronts
-        found = list(self.fronts or (None,) * len(self.committed_row_indices))
+        advanced = list(self.fronts or (None,) * len(self.committed_row_indices))
         for mapper_index, front in fronts.items():
-            before = found[mapper_index]
-            # Both are true: another instance of the mapper may cut its batches differently, and promise a little less.
-            found[mapper_index] = front if before is None else max(before, front)
-        return tuple(found)
+            before = advanced[mapper_index]
+            # Both bounds hold: another instance of the mapper may cut its batches differently, and give a lower one.
+            advanced[mapper_index] = front if before is None else max(before, front)
+        return tuple(advanced)
 
     def encode(self) -> bytes:
-        """The indexes, as the column ``committed_row_indices`` has them."""
+        """The encoded value of the column ``committed_row_indices``."""
         return np.array(self.committed_row_indices, dtype=_INDEXES).tobytes()
 
     def encode_fronts(self) -> bytes | None:
-        """The fronts, as their column has them."""
+        """The encoded value of the column ``fronts``."""
         if self.fronts is None:
             return None
         return np.array([NO_FRONT if front is None else front for front in self.fronts], dtype=_INDEXES).tobytes()
 
     @staticmethod
     def decode_any(encoded: bytes) -> ReducerState:
-        """Of however many mappers it is."""
+        """The state with these committed indexes, whatever the number of mappers."""
         return ReducerState.decode(encoded, len(encoded) // _INDEXES.itemsize)
 
     @staticmethod
@@ -120,7 +124,7 @@ class ReducerState:
 
     @staticmethod
     def from_rows(rows: pa.Table, mapper_count: int) -> ReducerState:
-        """What a lookup of ``key`` found. No row yet is the same as nothing committed of any mapper."""
+        """The state in the result of a lookup of ``key``. Without a row, nothing is committed of any mapper."""
         if rows.num_rows == 0:
             return ReducerState.initial(mapper_count)
         row = rows.to_pylist()[0]
@@ -135,5 +139,5 @@ class ReducerState:
 def _decode_fronts(encoded: bytes, mapper_count: int) -> tuple[int | None, ...]:
     if len(encoded) != mapper_count * _INDEXES.itemsize:
         raise CorruptData(f"fronts has {len(encoded)} bytes, and there are {mapper_count} mappers")
-    found = np.frombuffer(encoded, dtype=_INDEXES).tolist()
-    return tuple(None if front == NO_FRONT else front for front in found)
+    fronts = np.frombuffer(encoded, dtype=_INDEXES).tolist()
+    return tuple(None if front == NO_FRONT else front for front in fronts)

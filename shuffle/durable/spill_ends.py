@@ -35,17 +35,17 @@ class SpillEnd:
     """Where the spill of one (mapper, reducer) ends: its row in the table ``<processor>/spills``."""
 
     position: int = 0
-    """Of the next batch in the partition."""
+    """The position of the next batch in the partition of the spill queue."""
     last_row_index: ShuffleIndex = NOTHING_COMMITTED
-    """Of the last row spilled."""
+    """The shuffle index of the last row that was spilled."""
     rows: int = 0
-    """Ever spilled, over the life of the processor."""
+    """The number of rows spilled over the life of the processor."""
     nbytes: int = 0
     """The bytes of those rows in memory."""
     stored_bytes: int = 0
-    """What was written for them."""
+    """The bytes that were written to the store for those rows."""
     since_ms: int = 0
-    """When the spill was last begun, being empty; wall clock."""
+    """The wall-clock time, in milliseconds, at which rows were last spilled into the empty spill."""
 
 
 def lookup_spills(
@@ -54,7 +54,8 @@ def lookup_spills(
     mapper_index: MapperIndex,
     reducers: Sequence[ReducerIndex],
 ) -> dict[ReducerIndex, SpillEnd]:
-    """Where the spills of these reducers end, as ``source`` sees it; those that were never spilled for are absent."""
+    """The ends of the spills of these reducers, as ``source`` sees them. Reducers without spilled rows so far are
+    absent."""
     mappers = pa.array([mapper_index] * len(reducers), pa.int32())
     keys = pa.table([mappers, pa.array(reducers, pa.int32())], schema=SPILLS_KEY)
     return {
@@ -76,10 +77,11 @@ def done_row_indexes(
     mapper_index: MapperIndex,
     committed: Mapping[ReducerIndex, ShuffleIndex],
 ) -> dict[ReducerIndex, ShuffleIndex]:
-    """Per reducer, up to where nothing of this mapper is left for it, given what it has ``committed``.
+    """For each reducer the shuffle index up to which it has no rows of this mapper left, given what it has
+    ``committed``.
 
-    That is the mapper's persisted state, even where the reducer's own last row is far below, unless rows between the
-    two are in the spill. ``source`` should see one moment.
+    That follows from the mapper's persisted state, even where the reducer's own last row is far below, unless rows
+    between the two are in the spill. ``source`` should be one read view.
     """
     state = lookup_state(source, processor, mapper_index) or MapperState()
     try:

@@ -8,7 +8,7 @@
     PROCESSOR/spill/MAPPER              a queue: the spilled rows themselves, with a partition for each reducer
     PROCESSOR/ROLE_dead_letters         a queue: rows that ``map`` or ``reduce`` refused, unless the spec names another
 
-Groups of leases are named like the tables of those who hold them.
+Groups of leases are named like the tables of the workers that hold them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Literal
 
 Role = Literal["mapper", "reducer"]
+"""The role of a worker."""
 
 
 def mappers_table(processor: str) -> str:
@@ -35,7 +36,7 @@ def meta_table(processor: str) -> str:
 
 
 def processor_of_meta_table(table: str) -> str | None:
-    """The processor whose meta table this is; None of any other table."""
+    """The processor whose meta table this is; None for any other table."""
     return table.removesuffix(_META) if table.endswith(_META) else None
 
 

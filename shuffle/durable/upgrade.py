@@ -1,15 +1,15 @@
-"""Tables of a processor that were made before its rows had a generation and fronts: told apart, and brought up to date.
+"""Recognises and upgrades the tables of a processor that were made before its rows had a generation and fronts.
 
 A processor does not start on such tables (``refuse_old_tables``); ``shuffle upgrade SPEC`` rewrites them while nothing
-of the processor runs. Tables cannot be changed in place, so this takes several steps, and each can be the last one of a
-process that dies:
+of the processor runs. Tables cannot be changed in place, so this takes several steps, and the process may die after
+each of them:
 
-1. What the old tables hold is written, in their new form, to one row of ``<processor>/meta``: one transaction. From
-   here on that row is what counts.
+1. The rows of the old tables are written, in their new form, to one row of ``<processor>/meta``: one transaction. From
+   here on that row is authoritative.
 2. The old tables are dropped, and tables of the new form are created.
 3. The rows are written to them and the row in ``<processor>/meta`` is deleted: one transaction.
 
-While that row is there, nothing starts, and another ``shuffle upgrade`` goes on with step 2.
+While that row exists, nothing starts, and another ``shuffle upgrade`` goes on with step 2.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from shuffle.statestore import StateClient
 
 UPGRADE = "upgrade"
-"""The name of the row in ``<processor>/meta`` that holds the rows meanwhile."""
+"""The name of the row in ``<processor>/meta`` that holds the rows during the upgrade."""
 
 _REDUCERS_ROW = pa.schema([*REDUCERS_KEY, *REDUCERS_VALUE])
 _ADDED: dict[str, dict[str, Any]] = {
     "mappers": {"generation": 0, "front": None},
     "reducers": {"generation": 0, "fronts": None},
 }
-"""The columns that old tables lack, and what is meant by their absence."""
+"""The columns that old tables lack, and their values for old rows."""
 _NEW = {"mappers": (MAPPERS_KEY, MAPPERS_VALUE, MAPPERS_ROW), "reducers": (REDUCERS_KEY, REDUCERS_VALUE, _REDUCERS_ROW)}
 
 
 def refuse_old_tables(client: StateClient, processor: str) -> None:
-    """Raises ``SpecError`` if the tables of ``processor`` are of the old form, or on their way to the new one."""
-    if _old_tables(client, processor) or _kept(client, processor) is not None:
+    """Raises ``SpecError`` if the tables of ``processor`` are of the old form, or their upgrade was interrupted."""
+    if _old_tables(client, processor) or _unfinished(client, processor) is not None:
         raise SpecError(
             f"the tables of processor {processor!r} were written by an earlier version of this project: stop all that "
             "runs of it, and run `shuffle upgrade SPEC` once; nothing is lost by it",
@@ -50,27 +50,27 @@ def refuse_old_tables(client: StateClient, processor: str) -> None:
 
 
 def upgrade(client: StateClient, processor: str) -> bool:
-    """Bring the tables of ``processor`` up to date, by the steps above; False if they were so already."""
-    kept = _kept(client, processor)
+    """Brings the tables of ``processor`` up to date, by the steps above. Returns False if they were so already."""
+    packed = _unfinished(client, processor)
     old = _old_tables(client, processor)
-    if kept is None and not old:
+    if packed is None and not old:
         return False
     _refuse_running(client, processor)
-    if kept is None:  # 1
+    if packed is None:  # 1
         with client.transaction() as tx:
-            rows = {name: _as_new(tx.scan(f"{processor}/{name}").read_all(), name) for name in old}
-            tx.write(f"{processor}/meta", pa.table({"name": [UPGRADE], "value": [_packed(rows)]}))
+            rows = {name: _to_new_form(tx.scan(f"{processor}/{name}").read_all(), name) for name in old}
+            tx.write(f"{processor}/meta", pa.table({"name": [UPGRADE], "value": [_pack(rows)]}))
             tx.commit()
     else:
-        rows = _unpacked(kept)
+        rows = _unpack(packed)
     for name in old:  # 2
         client.drop_table(f"{processor}/{name}")
     for name, (key, value, _) in _NEW.items():
         client.create_table(f"{processor}/{name}", key=key, value=value, if_not_exists=True)
     with client.transaction() as tx:  # 3
-        for name, found in rows.items():
-            if found.num_rows:
-                tx.write(f"{processor}/{name}", found)
+        for name, table in rows.items():
+            if table.num_rows:
+                tx.write(f"{processor}/{name}", table)
         tx.delete(f"{processor}/meta", pa.table({"name": [UPGRADE]}))
         tx.commit()
     return True
@@ -78,15 +78,16 @@ def upgrade(client: StateClient, processor: str) -> bool:
 
 def _old_tables(client: StateClient, processor: str) -> list[str]:
     tables = {table.name: table.value for table in client.tables()}
-    found = {name: tables[f"{processor}/{name}"] for name in _NEW if f"{processor}/{name}" in tables}
-    return [name for name, value in found.items() if not set(_ADDED[name]) <= set(value.names)]
+    existing = {name: tables[f"{processor}/{name}"] for name in _NEW if f"{processor}/{name}" in tables}
+    return [name for name, value in existing.items() if not set(_ADDED[name]) <= set(value.names)]
 
 
-def _kept(client: StateClient, processor: str) -> str | None:
+def _unfinished(client: StateClient, processor: str) -> str | None:
+    """The packed rows of an upgrade that was interrupted after step 1; None if there is none."""
     if not any(table.name == f"{processor}/meta" for table in client.tables()):
         return None
-    found = client.lookup(f"{processor}/meta", pa.table({"name": [UPGRADE]}))
-    return str(found["value"][0].as_py()) if found.num_rows else None
+    row = client.lookup(f"{processor}/meta", pa.table({"name": [UPGRADE]}))
+    return str(row["value"][0].as_py()) if row.num_rows else None
 
 
 def _refuse_running(client: StateClient, processor: str) -> None:
@@ -100,7 +101,7 @@ def _refuse_running(client: StateClient, processor: str) -> None:
         )
 
 
-def _as_new(rows: pa.Table, name: str) -> pa.Table:
+def _to_new_form(rows: pa.Table, name: str) -> pa.Table:
     schema = _NEW[name][2]
     columns = [
         rows[field.name]
@@ -111,7 +112,7 @@ def _as_new(rows: pa.Table, name: str) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-def _packed(rows: dict[str, pa.Table]) -> str:
+def _pack(rows: dict[str, pa.Table]) -> str:
     parts = []
     for name, table in rows.items():
         sink = pa.BufferOutputStream()
@@ -121,6 +122,6 @@ def _packed(rows: dict[str, pa.Table]) -> str:
     return " ".join(parts)
 
 
-def _unpacked(kept: str) -> dict[str, pa.Table]:
-    parts = (part.split(":") for part in kept.split(" "))
+def _unpack(packed: str) -> dict[str, pa.Table]:
+    parts = (part.split(":") for part in packed.split(" "))
     return {name: pa.ipc.open_stream(base64.b64decode(rows)).read_all() for name, rows in parts}

@@ -1,4 +1,4 @@
-"""Base classes for the usual jobs, so that such a job is a few declarative lines.
+"""Base classes for common jobs, which are then declared in a few lines.
 
 A class may also declare the configuration it takes: ``config_schema = {"cluster": str, "limit": (int, 100)}``.
 """

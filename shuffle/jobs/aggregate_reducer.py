@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from shuffle.statestore import StateClient, Transaction
 
 STATE_BYTES_MAX = 64 * MIB
-"""State that a reducer keeps in memory between batches; beyond it, it is looked up again."""
+"""The most bytes of state that a reducer keeps in memory between batches; above that, rows are looked up again."""
 
 STATE_ROWS_PER_KEY_MAX = 8
-"""State is kept only while a batch touches at least one in so many of its rows. Below that, going through all of them
-costs more than asking the store for a few."""
+"""State is kept only while a batch touches at least one in this many of its rows. Below that, going through all of them
+costs more than a lookup of a few in the store."""
 
 
 class AggregateReducer(Reducer):
@@ -39,17 +39,18 @@ class AggregateReducer(Reducer):
     The table's key columns are ``key``, its value columns the ``aggregates`` by name. Types follow from the rows; see
     each aggregate. Nulls are as in SQL, except that a key must not be null: leave such rows out in the mapper.
 
-    While batches are large, what was written stays in memory and is not looked up again. The table is therefore to be
-    written by this class alone. That another instance of this reducer did not do so is what the commit checks anyway:
-    it fails unless the reducer's own row is as the last commit left it, and after any failure everything is forgotten.
+    While batches are large, the rows that were written stay in memory and are not looked up again. The table must
+    therefore be written by this class alone. That no other instance of this reducer has written to it is checked by the
+    commit anyway: it fails unless the reducer's own row is as the last commit left it, and after any failure the rows
+    in memory are dropped.
     """
 
     table: ClassVar[str]
     """The table that holds the result."""
     key: ClassVar[Sequence[str]]
-    """The columns whose values make a key of the table."""
+    """The columns that are the key of the table."""
     aggregates: ClassVar[Mapping[str, Aggregate]]
-    """What is kept for each key, by the name of its column: ``{"count": Count()}``."""
+    """The aggregates that are kept for each key, by the name of their column: ``{"count": Count()}``."""
 
     def __init__(self, config: Mapping[str, Any], spec: WorkerSpec, state: StateClient) -> None:
         super().__init__(check_config(type(self), config), spec, state)
@@ -58,9 +59,9 @@ class AggregateReducer(Reducer):
         self._key_schema = pa.schema([])
         self._fields: dict[str, list[pa.Field]] = {}
         self._state: pa.Table | None = None
-        """Rows of the table as of the last commit; None when nothing is known."""
+        """The rows of the table as of the last commit, as far as they are kept; None if none are."""
         self._written: tuple[Transaction, pa.Table | None] | None = None
-        """The last transaction returned, and what the state is if it was committed."""
+        """The last transaction that ``reduce`` returned, and the state that holds if it was committed."""
 
     def forget(self) -> None:
         self._state, self._written = None, None
@@ -83,7 +84,7 @@ class AggregateReducer(Reducer):
         return tx
 
     def _settle(self) -> None:
-        """Only of a transaction whose commit was acknowledged is it known what it left behind."""
+        """Takes over the state of the last transaction if its commit was acknowledged; otherwise drops the state."""
         if self._written is not None:
             tx, state = self._written
             self._state, self._written = state if tx.is_committed else None, None
@@ -92,29 +93,29 @@ class AggregateReducer(Reducer):
         """The state once ``merged`` is committed, or None if it is not worth keeping."""
         state = merged
         if self._state is not None:
-            replaced = _places(self._state.select(self.key), merged)
+            replaced = _row_offsets(self._state.select(self.key), merged)
             state = pa.concat_tables([self._state.filter(replaced.is_null()), merged]).combine_chunks()
-        few = merged.num_rows * STATE_ROWS_PER_KEY_MAX < state.num_rows
-        return None if few or state.nbytes > STATE_BYTES_MAX else state
+        small_batch = merged.num_rows * STATE_ROWS_PER_KEY_MAX < state.num_rows
+        return None if small_batch or state.nbytes > STATE_BYTES_MAX else state
 
     def load(self, tx: Transaction, keys: pa.Table) -> pa.Table:
         """The table's rows for these keys: key and value columns, missing keys absent, in the order of ``keys``.
 
-        The one place where state is read.
+        All reads of the state go through this method.
         """
         if self._state is None or keys.num_rows * STATE_ROWS_PER_KEY_MAX < self._state.num_rows:
             self._state = None
             return tx.lookup(self.table, keys)
-        places = _places(keys, self._state)
-        if not places.null_count:
-            return self._state.take(places)
-        unknown = places.is_null()
+        offsets = _row_offsets(keys, self._state)
+        if not offsets.null_count:
+            return self._state.take(offsets)
+        unknown = offsets.is_null()
         missing = keys.filter(unknown)
-        found = tx.lookup(self.table, missing).select(self._state.column_names).cast(self._state.schema)
-        if found.num_rows:
-            behind = pc.add(_places(missing, found), self._state.num_rows)
-            places = pc.replace_with_mask(places, unknown, behind)
-        return pa.concat_tables([self._state, found]).combine_chunks().take(places.drop_null())
+        looked_up = tx.lookup(self.table, missing).select(self._state.column_names).cast(self._state.schema)
+        if looked_up.num_rows:
+            behind = pc.add(_row_offsets(missing, looked_up), self._state.num_rows)
+            offsets = pc.replace_with_mask(offsets, unknown, behind)
+        return pa.concat_tables([self._state, looked_up]).combine_chunks().take(offsets.drop_null())
 
     def _check_declaration(self) -> None:
         cls = type(self)
@@ -130,7 +131,7 @@ class AggregateReducer(Reducer):
                 raise SpecError(f"{cls.__name__}.aggregates[{name!r}] is {aggregate!r}, which is no aggregate{hint}")
 
     def _prepare(self, schema: pa.Schema) -> None:
-        """Finds out the table's columns from those of the rows, and creates it if it is missing."""
+        """Derives the table's columns from those of the rows, and creates the table if it is missing."""
         where = f"{type(self).__name__}.%s"
         for column in self.key:
             check_column(column, schema.names, where % "key", SchemaMismatch)
@@ -153,7 +154,7 @@ class AggregateReducer(Reducer):
         """The distinct keys of a batch, and the state that the batch alone gives for each."""
         columns = {f"k{position}": self._key_column(rows, name) for position, name in enumerate(self.key)}
         group_by = list(columns)
-        wanted: list[tuple[Any, str, Any]] = []
+        functions: list[tuple[Any, str, Any]] = []
         outputs: dict[str, list[str]] = {}
         for position, (name, aggregate) in enumerate(self.aggregates.items()):
             outputs[name] = []
@@ -161,14 +162,14 @@ class AggregateReducer(Reducer):
                 column = f"a{position}_{part}"
                 if needed.values is None:
                     outputs[name].append(needed.function)
-                    if ([], needed.function, None) not in wanted:
-                        wanted.append(([], needed.function, None))
+                    if ([], needed.function, None) not in functions:
+                        functions.append(([], needed.function, None))
                     continue
                 columns[column] = needed.values
-                wanted.append((column, needed.function, needed.options))
+                functions.append((column, needed.function, needed.options))
                 outputs[name].append(f"{column}_{needed.function}")
-        # One thread: the reducer's stages run side by side already, and order of arrival must stay.
-        grouped = pa.table(columns).group_by(group_by, use_threads=False).aggregate(wanted).combine_chunks()
+        # One thread: the reducer's stages run side by side already, and the order of arrival must be kept.
+        grouped = pa.table(columns).group_by(group_by, use_threads=False).aggregate(functions).combine_chunks()
         keys = pa.table([grouped[name] for name in group_by], schema=self._key_schema)
         new = {}
         for name, aggregate in self.aggregates.items():
@@ -187,44 +188,44 @@ class AggregateReducer(Reducer):
                 column=name,
                 row=row,
             )
-        kind = self._key_schema.field(name).type
-        column = column if column.type == kind else column.cast(kind)
-        if pa.types.is_floating(kind):
+        data_type = self._key_schema.field(name).type
+        column = column if column.type == data_type else column.cast(data_type)
+        if pa.types.is_floating(data_type):
             # As keys of a table -0.0 is 0.0 and there is one NaN; group_by would make them rows of their own.
-            nan = pa.scalar(np.nan, kind)
-            column = pc.if_else(pc.is_nan(column), nan, pc.add(column, pa.scalar(0.0, kind)))
+            nan = pa.scalar(np.nan, data_type)
+            column = pc.if_else(pc.is_nan(column), nan, pc.add(column, pa.scalar(0.0, data_type)))
         return column
 
     def _merge(self, keys: pa.Table, old: pa.Table, new: dict[str, list[pa.Array]]) -> pa.Table:
         columns = dict(zip(keys.column_names, keys.columns, strict=True))
-        # If every key was found, they are in the order of the keys.
-        found_all = old.num_rows == keys.num_rows
-        places = pa.array(np.arange(keys.num_rows)) if found_all else _places(keys, old) if old.num_rows else None
+        # If every key has an old row, the old rows are in the order of the keys.
+        all_old = old.num_rows == keys.num_rows
+        offsets = pa.array(np.arange(keys.num_rows)) if all_old else _row_offsets(keys, old) if old.num_rows else None
         for name, aggregate in self.aggregates.items():
             fields, states = self._fields[name], new[name]
-            if places is not None:
-                before = [_array(old[field.name].take(places)).cast(field.type) for field in fields]
+            if offsets is not None:
+                before = [_array(old[field.name].take(offsets)).cast(field.type) for field in fields]
                 states = aggregate.merge(before, states, fields)
             columns.update(zip((field.name for field in fields), states, strict=True))
         return pa.table(columns)
 
 
-def _places(keys: pa.Table, old: pa.Table) -> pa.Array:
-    """For each of ``keys`` the row of ``old`` that has it, or null."""
+def _row_offsets(keys: pa.Table, old: pa.Table) -> pa.Array:
+    """For each of ``keys`` the offset of the row of ``old`` that has it, or null."""
     names = keys.column_names
-    found = old.select(names).cast(keys.schema)
-    old_places = pa.array(np.arange(old.num_rows, dtype=np.int64))
-    key_places = pa.array(np.arange(keys.num_rows, dtype=np.int64))
+    old_keys = old.select(names).cast(keys.schema)
+    old_offsets = pa.array(np.arange(old.num_rows, dtype=np.int64))
+    key_offsets = pa.array(np.arange(keys.num_rows, dtype=np.int64))
     both = pa.concat_tables(
         [
-            keys.append_column("_key", key_places).append_column("_old", pa.nulls(keys.num_rows, pa.int64())),
-            found.append_column("_key", pa.nulls(old.num_rows, pa.int64())).append_column("_old", old_places),
+            keys.append_column("_key", key_offsets).append_column("_old", pa.nulls(keys.num_rows, pa.int64())),
+            old_keys.append_column("_key", pa.nulls(old.num_rows, pa.int64())).append_column("_old", old_offsets),
         ]
     )
     joined = both.group_by(names, use_threads=False).aggregate([("_key", "max"), ("_old", "max")])
-    asked = joined.filter(joined["_key_max"].is_valid())
-    in_order = np.argsort(asked["_key_max"].to_numpy(), kind="stable")
-    return _array(asked["_old_max"].take(pa.array(in_order)))
+    requested = joined.filter(joined["_key_max"].is_valid())
+    in_order = np.argsort(requested["_key_max"].to_numpy(), kind="stable")
+    return _array(requested["_old_max"].take(pa.array(in_order)))
 
 
 def _array(column: pa.ChunkedArray | pa.Array) -> pa.Array:

@@ -25,23 +25,26 @@ _INT64_MAX = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class GroupInput:
-    """One column for Arrow's ``group_by``, and the function over it; ``values`` is ``None`` for ``count_all``."""
+    """One column for Arrow's ``group_by``, and the aggregate function over it.
+
+    ``values`` is ``None`` for ``count_all``.
+    """
 
     values: pa.ChunkedArray | None
     function: str
     options: Any = None
 
 
-def state_type(kind: pa.DataType) -> pa.DataType:
-    """The type under which a table keeps values of ``kind``: without dictionaries, with plain strings."""
+def state_type(data_type: pa.DataType) -> pa.DataType:
+    """The type with which a table stores values of type ``data_type``: without dictionaries, with plain strings."""
     types = pa.types
-    if types.is_dictionary(kind):
-        return state_type(kind.value_type)
-    if types.is_large_string(kind) or types.is_string_view(kind):
+    if types.is_dictionary(data_type):
+        return state_type(data_type.value_type)
+    if types.is_large_string(data_type) or types.is_string_view(data_type):
         return pa.string()
-    if types.is_large_binary(kind) or types.is_binary_view(kind) or types.is_fixed_size_binary(kind):
+    if types.is_large_binary(data_type) or types.is_binary_view(data_type) or types.is_fixed_size_binary(data_type):
         return pa.binary()
-    return kind
+    return data_type
 
 
 class Aggregate(ABC):
@@ -51,14 +54,15 @@ class Aggregate(ABC):
 
     @abstractmethod
     def needs(self) -> list[str]:
-        """The columns of the rows that it looks at."""
+        """The columns of the rows that the aggregate reads."""
 
     @abstractmethod
     def state_fields(self, name: str, schema: pa.Schema) -> list[pa.Field]:
-        """The columns of the table that hold its state. The first one is the result."""
+        """The columns of the table that hold the state of the aggregate. The first one is the result."""
 
     @abstractmethod
-    def inputs(self, rows: pa.Table) -> list[GroupInput]: ...
+    def inputs(self, rows: pa.Table) -> list[GroupInput]:
+        """What Arrow's ``group_by`` is to compute over the rows of a batch."""
 
     @abstractmethod
     def partial(self, rows: pa.Table, grouped: list[pa.Array], fields: list[pa.Field]) -> list[pa.Array]:
@@ -66,12 +70,13 @@ class Aggregate(ABC):
 
     @abstractmethod
     def merge(self, old: list[pa.Array], new: list[pa.Array], fields: list[pa.Field]) -> list[pa.Array]:
-        """The state after both. Where there was no state before, the columns of ``old`` are null."""
+        """The state after the old and the new rows. Where there was no state before, the columns of ``old`` are
+        null."""
 
 
 @dataclass(frozen=True, slots=True)
 class Count(Aggregate):
-    """How many rows; with a column, how many of its values are not null. An int64."""
+    """The number of rows; with a column, the number of its values that are not null. An int64."""
 
     column: str | None = None
 
@@ -107,14 +112,14 @@ class Sum(Aggregate):
         return [self.column]
 
     def state_fields(self, name: str, schema: pa.Schema) -> list[pa.Field]:
-        kind = state_type(schema.field(self.column).type)
-        if pa.types.is_integer(kind):
+        data_type = state_type(schema.field(self.column).type)
+        if pa.types.is_integer(data_type):
             return [pa.field(name, pa.int64())]
-        if pa.types.is_floating(kind):
+        if pa.types.is_floating(data_type):
             return [pa.field(name, pa.float64())]
-        if pa.types.is_decimal(kind):
-            return [pa.field(name, pa.decimal128(_DECIMAL_DIGITS, kind.scale))]
-        raise SchemaMismatch(f"cannot sum column {self.column!r}: it is {kind}, not a number", column=self.column)
+        if pa.types.is_decimal(data_type):
+            return [pa.field(name, pa.decimal128(_DECIMAL_DIGITS, data_type.scale))]
+        raise SchemaMismatch(f"cannot sum column {self.column!r}: it is {data_type}, not a number", column=self.column)
 
     def inputs(self, rows: pa.Table) -> list[GroupInput]:
         values = _plain(rows[self.column])
@@ -128,17 +133,17 @@ class Sum(Aggregate):
         return [_checked(lambda: grouped[0].cast(fields[0].type), fields[0])]
 
     def merge(self, old: list[pa.Array], new: list[pa.Array], fields: list[pa.Field]) -> list[pa.Array]:
-        kind = fields[0].type
+        data_type = fields[0].type
         # Two decimals of 38 digits add up to one of 39, which only decimal256 has room for.
-        wide = pa.decimal256(_DECIMAL_DIGITS, kind.scale) if pa.types.is_decimal(kind) else kind
+        wide = pa.decimal256(_DECIMAL_DIGITS, data_type.scale) if pa.types.is_decimal(data_type) else data_type
         zero = pa.scalar(0, pa.int64()).cast(wide)
 
         def add() -> pa.Array:
             both = pc.add_checked(pc.fill_null(old[0].cast(wide), zero), pc.fill_null(new[0].cast(wide), zero))
-            return both.cast(kind)
+            return both.cast(data_type)
 
         neither = pc.and_(pc.is_null(old[0]), pc.is_null(new[0]))
-        return [pc.if_else(neither, pa.scalar(None, kind), _checked(add, fields[0]))]
+        return [pc.if_else(neither, pa.scalar(None, data_type), _checked(add, fields[0]))]
 
 
 def _sum_type(values: pa.ChunkedArray) -> pa.DataType:
@@ -171,33 +176,36 @@ class _Extreme(Aggregate):
 
     def merge(self, old: list[pa.Array], new: list[pa.Array], fields: list[pa.Field]) -> list[pa.Array]:
         choose = pc.min_element_wise if self._function == "min" else pc.max_element_wise
-        kind = fields[0].type
-        # Arrow does not compare booleans or timestamps with a zone element by element; their numbers it does.
-        numbers = {pa.types.is_boolean(kind): pa.uint8(), pa.types.is_timestamp(kind): pa.int64()}.get(True, kind)
-        return [choose(old[0].cast(numbers), new[0].cast(numbers)).cast(kind)]
+        data_type = fields[0].type
+        # Arrow does not compare booleans or timestamps with a time zone element by element, but does so with integers.
+        numbers = {pa.types.is_boolean(data_type): pa.uint8(), pa.types.is_timestamp(data_type): pa.int64()}.get(
+            True, data_type
+        )
+        return [choose(old[0].cast(numbers), new[0].cast(numbers)).cast(data_type)]
 
 
 @dataclass(frozen=True, slots=True)
 class Min(_Extreme):
-    """The least value of a column. A NaN counts only if there is nothing else."""
+    """The smallest value of a column. A NaN counts only if there are no other values."""
 
     _function: ClassVar[str] = "min"
 
 
 @dataclass(frozen=True, slots=True)
 class Max(_Extreme):
-    """The greatest value of a column. A NaN counts only if there is nothing else."""
+    """The largest value of a column. A NaN counts only if there are no other values."""
 
     _function: ClassVar[str] = "max"
 
 
 @dataclass(frozen=True, slots=True)
 class Last(Aggregate):
-    """The value of the last row, be it null.
+    """The value of the last row, even if it is null.
 
-    With ``by``, last is the row whose ``by`` is the greatest (rows without one do not count; of equal ones, the later
-    arrived); that value of ``by`` is kept in a second column of the table, ``NAME_by``. Without it, last is in the
-    order of arrival: that of the input for rows of one mapper, and any order between mappers.
+    With ``by``, the last row is the one with the largest value of the column ``by``; of equal ones, the one that
+    arrived later. Rows where ``by`` is null do not count. The value of ``by`` is kept in a second column of the table,
+    ``NAME_by``. Without ``by``, rows count in the order of their arrival: that of the input for rows of one mapper, and
+    any order between mappers.
     """
 
     column: str
@@ -213,8 +221,8 @@ class Last(Aggregate):
         return fields
 
     def inputs(self, rows: pa.Table) -> list[GroupInput]:
-        places = pa.chunked_array([self._places(rows)])
-        return [GroupInput(places, "max", pc.ScalarAggregateOptions(skip_nulls=True, min_count=1))]
+        ranks = pa.chunked_array([self._ranks(rows)])
+        return [GroupInput(ranks, "max", pc.ScalarAggregateOptions(skip_nulls=True, min_count=1))]
 
     def partial(self, rows: pa.Table, grouped: list[pa.Array], fields: list[pa.Field]) -> list[pa.Array]:
         winners = grouped[0]
@@ -233,8 +241,8 @@ class Last(Aggregate):
         wins = pc.and_(later, pc.is_valid(new[1]))
         return [pc.if_else(wins, after, before) for before, after in zip(old, new, strict=True)]
 
-    def _places(self, rows: pa.Table) -> pa.Array:
-        """For each row, its place in the order that decides which is last; null if it does not take part."""
+    def _ranks(self, rows: pa.Table) -> pa.Array:
+        """For each row, its rank in the order that decides which is last; null if the row does not count."""
         row_numbers = np.arange(rows.num_rows, dtype=np.int64)
         if self.by is None:
             return pa.array(row_numbers)
@@ -242,9 +250,9 @@ class Last(Aggregate):
         order = _order_by(by)
         if order is None:
             return pa.array(row_numbers)
-        places = np.empty(rows.num_rows, np.int64)
-        places[order.to_numpy(zero_copy_only=False)] = row_numbers
-        return pa.array(places, mask=by.is_null().to_numpy())
+        ranks = np.empty(rows.num_rows, np.int64)
+        ranks[order.to_numpy(zero_copy_only=False)] = row_numbers
+        return pa.array(ranks, mask=by.is_null().to_numpy())
 
 
 def _order_by(by: pa.ChunkedArray) -> pa.Array | None:
@@ -261,8 +269,8 @@ def _order_by(by: pa.ChunkedArray) -> pa.Array | None:
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    kind = state_type(column.type)
-    return column if column.type == kind else column.cast(kind)
+    data_type = state_type(column.type)
+    return column if column.type == data_type else column.cast(data_type)
 
 
 def _one_chunk(column: pa.ChunkedArray | pa.Array) -> pa.Array:

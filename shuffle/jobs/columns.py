@@ -1,4 +1,4 @@
-"""What the ready-made jobs check about the columns that a subclass declares."""
+"""Checks of the columns that a subclass of a ready-made job declares."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ class HashMapper(Mapper):
     """Filters and projects rows, and sends each to the reducer that its key columns hash to."""
 
     key: ClassVar[Sequence[str]]
-    """The columns that decide where a row goes."""
+    """The columns that decide which reducer a row goes to."""
     columns: ClassVar[Sequence[str] | None] = None
-    """The columns that reducers get; all of them by default."""
+    """The columns that the reducers get; all of them by default."""
     not_null: ClassVar[Sequence[str]] = ()
     """Rows with a null in one of these columns are left out."""
 
@@ -51,7 +51,7 @@ class HashMapper(Mapper):
                 valid = rows[column].is_valid()
                 mask = valid if mask is None else pc.and_kleene(mask, valid)
         columns = rows.column_names if self.columns is None else list(self.columns)
-        # The key decides where a row goes even if the reducers do not get to see it.
+        # The key columns decide where a row goes even if the reducers do not get them.
         kept = rows.select([*columns, *(column for column in self.key if column not in columns)])
         if mask is not None:
             kept = kept.filter(mask)

@@ -1,10 +1,10 @@
-"""The hashes of key values that come again and again: found by value instead of computed.
+"""A cache of the hashes of key values that repeat: they are looked up by value instead of computed.
 
-Keys repeat: users, clusters, devices. Of each key column the cache keeps the values that it has seen, and of all of
-them together one hash for every combination. A batch is then looked up, column by column, and only what is new in it is
-hashed. What comes out is the same hash in every case: the cache saves time and decides nothing.
+Keys repeat: users, clusters, devices. For each key column the cache keeps the values that it has seen, and for all key
+columns together one hash for every combination of values. A batch is then looked up, column by column, and only new
+values in it are hashed. The hashes are the same with and without the cache; it only saves time.
 
-Where keys do not repeat enough for that, the cache says so, and leaves the next batches alone for a while.
+Where keys do not repeat enough for that, the cache returns None, and is not used for the next batches.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ import pyarrow.compute as pc
 from shuffle.partition.xxhash64 import repeats, xxhash64
 
 ROWS_MIN = 8192
-"""Smaller batches are not for the cache: there is little to find again, and looking up costs more than hashing."""
+"""The fewest rows of a batch for which the cache is used: in smaller ones little repeats, and a lookup costs more than
+hashing."""
 
 COMBINATIONS_MAX = 1 << 18
-"""Of key values whose hashes are kept: 2 MiB of them."""
+"""The most combinations of key values whose hashes are kept: 2 MiB of hashes."""
 
 _ROWS_PER_COMBINATION = 4
-"""A batch must have so many rows for each combination that is kept: each batch looks through all known values."""
+"""The fewest rows that a batch must have for each combination that is kept, since the lookup of each batch goes through
+all known values."""
 
 _PAUSE_BATCHES = 64
-"""How many batches go by before a cache that did not pay is tried again."""
+"""The number of batches before a cache that did not pay off is tried again."""
 
 Hashes = np.ndarray[Any, np.dtype[np.int64]]
 Codes = np.ndarray[Any, np.dtype[np.int32]]
@@ -37,28 +39,29 @@ Codes = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Values by column, and the hashes of their combinations: the last column's value changes fastest."""
+    """The known values of each column, and the hashes of their combinations, ordered so that the value of the last
+    column changes fastest."""
 
     values: list[pa.Array]
     hashes: Hashes
 
 
 class HashCache:
-    """For one list of key columns. Threads may share it: at worst they learn the same values twice."""
+    """The cache for one list of key columns. Threads may share it: at worst they hash the same values twice."""
 
     def __init__(self) -> None:
         self._known: _Known | None = None
         self._pause = 0
 
     def find(self, columns: list[pa.Array]) -> tuple[Hashes, Codes] | None:
-        """Hashes, and for each row which of them is its own; ``None`` if it is better to hash the rows."""
+        """The known hashes, and for each row the index of its own; ``None`` if it is better to hash the rows."""
         if self._pause > 0:
             self._pause -= 1
             return None
-        found = self._look_up(columns, min(len(columns[0]) // _ROWS_PER_COMBINATION, COMBINATIONS_MAX))
-        if found is None:
+        result = self._look_up(columns, min(len(columns[0]) // _ROWS_PER_COMBINATION, COMBINATIONS_MAX))
+        if result is None:
             self._known, self._pause = None, _PAUSE_BATCHES
-        return found
+        return result
 
     def _look_up(self, columns: list[pa.Array], combinations_max: int) -> tuple[Hashes, Codes] | None:
         known = self._known
@@ -78,20 +81,21 @@ class HashCache:
         return known.hashes, combined
 
 
-def cacheable(kind: pa.DataType) -> bool:
-    """Whether values of this type can be looked up: equal ones, and no others, have the same bytes."""
+def cacheable(data_type: pa.DataType) -> bool:
+    """Whether values of this type can be looked up: equal values, and no others, have the same bytes."""
     types = pa.types
     return bool(
-        types.is_string(kind)
-        or types.is_binary(kind)
-        or types.is_integer(kind)
-        or types.is_timestamp(kind)
-        or types.is_date32(kind)
+        types.is_string(data_type)
+        or types.is_binary(data_type)
+        or types.is_integer(data_type)
+        or types.is_timestamp(data_type)
+        or types.is_date32(data_type)
     )
 
 
 def _codes(column: pa.Array, values: pa.Array) -> tuple[Codes, pa.Array]:
-    """For each row the place of its value in ``values``, which are the same array unless some had to be added."""
+    """For each row the index of its value in ``values``, and ``values`` with new ones added: the same array if there
+    are none."""
     codes = pc.index_in(column, value_set=values)
     if codes.null_count:
         is_new = codes.is_null()
@@ -107,7 +111,7 @@ def _hash_combinations(values: list[pa.Array]) -> Hashes:
     above = 1
     for each in values:
         below //= max(len(each), 1)
-        places = np.tile(np.repeat(np.arange(len(each), dtype=np.int32), below), above)
-        columns.append(each.take(pa.array(places)))
+        indexes = np.tile(np.repeat(np.arange(len(each), dtype=np.int32), below), above)
+        columns.append(each.take(pa.array(indexes)))
         above *= len(each)
     return xxhash64(columns)

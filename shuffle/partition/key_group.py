@@ -3,8 +3,9 @@
     key columns -> xxhash64 -> key group -> reducer
 
 A *key group* is ``pmod(xxhash64(key columns), max_parallelism)``, with Spark SQL's functions of these names, so a Spark
-query can tell where a row lives. Reducers own contiguous ranges of key groups: when their number changes, whole ranges
-move and no row is hashed again. ``max_parallelism`` is therefore fixed for the life of a streaming processor's state.
+query can compute which reducer a row goes to. Reducers own contiguous ranges of key groups: when their number changes,
+whole ranges move and no row is hashed again. ``max_parallelism`` is therefore fixed for the life of a streaming
+processor's state.
 
 ``key_groups``, ``reducer_of_key_group`` and ``key_group_range`` are public, because Spark users need them to find the
 reducer that holds a key, and so does whoever changes the number of reducers, to find out which key groups move.
@@ -28,11 +29,11 @@ from shuffle.partition.xxhash64 import hashable, xxhash64
 from shuffle.support.suggest import did_you_mean
 
 KEY_GROUPS_MAX = 32768
-"""A key group fits 16 bits: what Flink allows, too."""
+"""The most key groups of a processor, so that a key group fits into 16 bits. Flink has the same limit."""
 
 _CHUNK_ROWS_MIN = 1 << 18
-"""Chunks smaller than this on average are joined before hashing: values that repeat are hashed once for a chunk, and
-the key columns are a small part of a row."""
+"""Chunks with fewer rows than this on average are joined before hashing: values that repeat are hashed once for a
+chunk, and the key columns are a small part of a row."""
 
 Indexes = np.ndarray[Any, np.dtype[Any]]
 
@@ -52,14 +53,14 @@ def _groups_of(hashes: Indexes, max_parallelism: int) -> Indexes:
 
 
 def _hashes(keys: pa.Table) -> tuple[Indexes, Indexes | None]:
-    """Hashes of the keys, and for each row which of them is its own; ``None``: there is one for each row."""
+    """Hashes of the keys, and for each row the index of its own; ``None`` if there is one hash for each row."""
     if _has_small_chunks(keys):
         keys = keys.combine_chunks()
     batches = keys.to_batches()
     if len(batches) == 1 and keys.num_rows >= ROWS_MIN:
         cache = _cache_of(keys.schema)
-        found = None if cache is None else cache.find(batches[0].columns)
-        return found or (xxhash64(batches[0].columns), None)
+        cached = None if cache is None else cache.find(batches[0].columns)
+        return cached or (xxhash64(batches[0].columns), None)
     parts = [xxhash64(batch.columns) for batch in batches]
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts]), None
 
@@ -71,7 +72,7 @@ def _has_small_chunks(keys: pa.Table) -> bool:
 
 @lru_cache(maxsize=16)
 def _cache_of(keys: pa.Schema) -> HashCache | None:
-    """The cache of these key columns, of which a worker has one list; ``None`` if their types cannot be cached."""
+    """The cache for these key columns (a worker has one list of them); ``None`` if their types cannot be cached."""
     return HashCache() if all(cacheable(field.type) for field in keys) else None
 
 
@@ -110,14 +111,16 @@ def _key_columns(rows: pa.Table, by: Sequence[str]) -> pa.Table:
     if isinstance(by, str) or not by:
         raise BadInput(f"hash_partition needs a list of key columns, not {by!r}")
     for name in by:
-        found = rows.schema.get_all_field_indices(name)
-        if len(found) != 1:
+        matches = rows.schema.get_all_field_indices(name)
+        if len(matches) != 1:
             hint = did_you_mean(name, rows.column_names, f"; there are {', '.join(rows.column_names)}")
-            problem = f"has no column {name!r} to partition by{hint}" if not found else f"has two columns {name!r}"
+            problem = f"has no column {name!r} to partition by{hint}" if not matches else f"has two columns {name!r}"
             raise SchemaMismatch(f"the rowset {problem}", column=name)
-        kind = rows.schema.field(found[0]).type
-        if not hashable(kind):
-            raise BadInput(f"cannot partition by column {name!r}: Spark's xxhash64 does not hash {kind}", column=name)
+        data_type = rows.schema.field(matches[0]).type
+        if not hashable(data_type):
+            raise BadInput(
+                f"cannot partition by column {name!r}: Spark's xxhash64 does not hash {data_type}", column=name
+            )
     return rows.select(list(by))
 
 

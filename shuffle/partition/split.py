@@ -10,11 +10,12 @@ from shuffle.errors import BadInput, TooLarge
 from shuffle.partition.key_group import KEY_GROUPS_MAX, Indexes, check_reducers
 
 _DIRECT_BUCKETS_MAX = 3
-"""Up to here a gather per bucket is cheapest; with more, its random reads cost more than one gather and a copy."""
+"""The most reducers for which a gather per bucket is cheapest; with more, its random reads cost more than one gather
+and a copy."""
 
 
 def check_partition_indexes(partition_indexes: Indexes, reducers: int, who: str = "map") -> None:
-    """Raises ``BadInput``, which names the first such row, if ``who`` has sent a row to a reducer that is not there."""
+    """Raises ``BadInput``, naming the first such row, if ``who`` has sent a row to a reducer that does not exist."""
     if not len(partition_indexes) or 0 <= partition_indexes.min() <= partition_indexes.max() < reducers:
         return
     row = int(np.flatnonzero((partition_indexes < 0) | (partition_indexes >= reducers))[0])
@@ -29,7 +30,7 @@ def check_partition_indexes(partition_indexes: Indexes, reducers: int, who: str 
 def split_by_partition(
     rows: pa.Table, partition_indexes: Indexes, reducers: int
 ) -> list[tuple[pa.RecordBatch | None, Indexes]]:
-    """For each reducer, its rows as one record batch (``None``: none) and their positions in ``rows``, ascending.
+    """For each reducer, its rows as one record batch (``None`` if it has none) and their ascending offsets in ``rows``.
 
     The order of the rows is kept. No two batches share memory, so dropping one bucket's batch frees it, whoever still
     holds the others.
@@ -56,15 +57,15 @@ def split_by_partition(
     return parts
 
 
-def _part(batch: pa.RecordBatch, positions: Indexes) -> tuple[pa.RecordBatch | None, Indexes]:
-    if not len(positions):
-        return None, positions
-    return (batch if len(positions) == batch.num_rows else _gather(batch, positions)), positions
+def _part(batch: pa.RecordBatch, row_offsets: Indexes) -> tuple[pa.RecordBatch | None, Indexes]:
+    if not len(row_offsets):
+        return None, row_offsets
+    return (batch if len(row_offsets) == batch.num_rows else _gather(batch, row_offsets)), row_offsets
 
 
-def _gather(batch: pa.RecordBatch, positions: Indexes) -> pa.RecordBatch:
-    # The positions were made here, each of a row, so they need not be looked at again.
-    return pc.take(batch, pa.array(positions), boundscheck=False)
+def _gather(batch: pa.RecordBatch, row_offsets: Indexes) -> pa.RecordBatch:
+    # The offsets were computed here from the rows themselves, so their bounds need not be checked.
+    return pc.take(batch, pa.array(row_offsets), boundscheck=False)
 
 
 def _narrow_indexes(partition_indexes: Indexes, rows: pa.Table, reducers: int) -> Indexes:

@@ -35,28 +35,29 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shuffle.errors import BadInput
-from shuffle.partition.xxhash64_kernels import Positions, Words, hash_bytes, hash_ints, hash_longs, hash_pieces
+from shuffle.partition.xxhash64_kernels import Int64Array, Words, hash_bytes, hash_ints, hash_longs, hash_pieces
 
 SPARK_SEED = 42
 
 _DICTIONARY_SAMPLE_ROWS = 4096
 _DICTIONARY_SAMPLE_DISTINCT_MAX = 0.8
-"""Encoding a string column costs about half of hashing it when values repeat, and three times as much when they do not.
-Of 4096 rows out of 10,000 values, 82 % are distinct: past that, hashing every row is the better bet."""
+"""The largest share of distinct values in the sample with which a column is encoded before hashing. Encoding a string
+column costs about half of hashing it when values repeat, and three times as much when they do not. Of 4096 rows out of
+10,000 values, 82 % are distinct: above that, hashing every row is likely to be cheaper."""
 
 _PRODUCT_SHARE_MAX = 4
-"""Distinct combinations are hashed instead of rows if there are at most a quarter as many."""
+"""Distinct combinations are hashed instead of rows if there are at most one for this many rows."""
 
 
 class _Chain:
-    """The hashes so far: one per distinct combination of values, and each row's combination."""
+    """The hashes of the columns so far: one per distinct combination of values, and each row's combination."""
 
     __slots__ = ("codes", "table")
 
-    def __init__(self, table: Words, codes: Positions | None) -> None:
+    def __init__(self, table: Words, codes: Int64Array | None) -> None:
         self.table = table
         self.codes = codes
-        """``None``: the table has one hash per row."""
+        """For each row the index of its hash in ``table``; ``None`` if the table has one hash per row."""
 
     def rows(self) -> Words:
         return self.table if self.codes is None else self.table.take(self.codes)
@@ -79,34 +80,46 @@ def xxhash64(columns: list[pa.Array], seed: int = SPARK_SEED) -> np.ndarray[Any,
     return chain.rows().view(np.int64)
 
 
-def hashable(kind: pa.DataType) -> bool:
+def hashable(data_type: pa.DataType) -> bool:
     """Whether columns of this type have a hash (see the table at the top)."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return hashable(kind.storage_type)
+    if isinstance(data_type, pa.BaseExtensionType):
+        return hashable(data_type.storage_type)
     types = pa.types
-    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
-        return hashable(kind.value_type)
-    if types.is_struct(kind):
-        return all(hashable(kind.field(position).type) for position in range(kind.num_fields))
-    if _is_list(kind):
-        return hashable(kind.value_type)
-    if types.is_decimal(kind):
-        return bool(kind.precision <= 38)
-    if types.is_interval(kind):
+    if types.is_dictionary(data_type) or types.is_run_end_encoded(data_type):
+        return hashable(data_type.value_type)
+    if types.is_struct(data_type):
+        return all(hashable(data_type.field(position).type) for position in range(data_type.num_fields))
+    if _is_list(data_type):
+        return hashable(data_type.value_type)
+    if types.is_decimal(data_type):
+        return bool(data_type.precision <= 38)
+    if types.is_interval(data_type):
         return False
-    return bool(types.is_null(kind) or types.is_primitive(kind) or _is_bytes(kind))
+    return bool(types.is_null(data_type) or types.is_primitive(data_type) or _is_bytes(data_type))
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def _is_list(data_type: pa.DataType) -> bool:
     types = pa.types
-    views = types.is_list_view(kind) or types.is_large_list_view(kind)
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or views)
+    views = types.is_list_view(data_type) or types.is_large_list_view(data_type)
+    return bool(
+        types.is_list(data_type) or types.is_large_list(data_type) or types.is_fixed_size_list(data_type) or views
+    )
 
 
-def _is_bytes(kind: pa.DataType) -> bool:
+def _is_bytes(data_type: pa.DataType) -> bool:
     types = pa.types
-    flat = types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind) or types.is_large_binary(kind)
-    return bool(flat or types.is_fixed_size_binary(kind) or types.is_string_view(kind) or types.is_binary_view(kind))
+    flat = (
+        types.is_string(data_type)
+        or types.is_binary(data_type)
+        or types.is_large_string(data_type)
+        or types.is_large_binary(data_type)
+    )
+    return bool(
+        flat
+        or types.is_fixed_size_binary(data_type)
+        or types.is_string_view(data_type)
+        or types.is_binary_view(data_type)
+    )
 
 
 def _storage(column: pa.Array) -> pa.Array:
@@ -151,29 +164,29 @@ def _encode(column: pa.Array, distinct_max: int) -> pa.DictionaryArray | None:
 
 
 def repeats(column: pa.Array, distinct_max: int = _DICTIONARY_SAMPLE_ROWS) -> bool:
-    """Whether values of the column seem to come again, and to be no more than ``distinct_max`` different ones."""
+    """Whether, by a sample, the values of the column repeat, and at most ``distinct_max`` of them are distinct."""
     distinct = len(column.slice(0, _DICTIONARY_SAMPLE_ROWS).unique())
     return distinct <= min(_DICTIONARY_SAMPLE_ROWS * _DICTIONARY_SAMPLE_DISTINCT_MAX, distinct_max)
 
 
 def _hash_column(column: pa.Array, seeds: Words) -> Words:
-    """One hash per row: of the row's value, or its seed where the value is null."""
+    """One hash per row: that of the row's value, or the row's seed where the value is null."""
     column = _storage(column)
-    kind = column.type
-    if pa.types.is_null(kind):
+    data_type = column.type
+    if pa.types.is_null(data_type):
         return seeds
-    if pa.types.is_dictionary(kind):
+    if pa.types.is_dictionary(data_type):
         return _hash_column(column.dictionary_decode(), seeds)
-    if pa.types.is_struct(kind):
+    if pa.types.is_struct(data_type):
         # flatten() hands a null of the struct down to all of its fields, and nulls leave the seed.
         for field in column.flatten():
             seeds = _hash_column(field, seeds)
         return seeds
-    if _is_list(kind):
+    if _is_list(data_type):
         return _hash_lists(column, seeds)
-    if pa.types.is_decimal(kind):
+    if pa.types.is_decimal(data_type):
         hashes = _hash_decimals(column, seeds)
-    elif _is_bytes(kind):
+    elif _is_bytes(data_type):
         hashes = _hash_strings(column, seeds)
     else:
         hashes = _hash_fixed_width(column, seeds)
@@ -196,7 +209,7 @@ def _hash_lists(column: pa.Array, seeds: Words) -> Words:
 
 
 def _values_of(column: pa.Array, dtype: str) -> np.ndarray[Any, Any]:
-    """The fixed-width values of a column; where it is null they are whatever lies there."""
+    """The fixed-width values of a column; where it is null they are arbitrary."""
     width = np.dtype(dtype).itemsize
     buffer = column.buffers()[1]
     if buffer is None:
@@ -205,17 +218,17 @@ def _values_of(column: pa.Array, dtype: str) -> np.ndarray[Any, Any]:
 
 
 def _hash_strings(column: pa.Array, seeds: Words) -> Words:
-    kind, types = column.type, pa.types
+    data_type, types = column.type, pa.types
     if not len(column):
         return seeds
-    if types.is_fixed_size_binary(kind):
+    if types.is_fixed_size_binary(data_type):
         octets = np.frombuffer(column.buffers()[1] or b"", np.uint8)
-        offsets = np.arange(column.offset, column.offset + len(column) + 1, dtype=np.int64) * kind.byte_width
+        offsets = np.arange(column.offset, column.offset + len(column) + 1, dtype=np.int64) * data_type.byte_width
         return hash_bytes(octets, offsets, seeds)
-    if types.is_string_view(kind) or types.is_binary_view(kind):
+    if types.is_string_view(data_type) or types.is_binary_view(data_type):
         column = column.cast(pa.large_binary())
-        kind = column.type
-    wide = types.is_large_string(kind) or types.is_large_binary(kind)
+        data_type = column.type
+    wide = types.is_large_string(data_type) or types.is_large_binary(data_type)
     _, offsets_buffer, data = column.buffers()
     width = 8 if wide else 4
     offsets = np.frombuffer(offsets_buffer, f"<i{width}", count=len(column) + 1, offset=column.offset * width)
@@ -223,15 +236,15 @@ def _hash_strings(column: pa.Array, seeds: Words) -> Words:
 
 
 def _hash_decimals(column: pa.Array, seeds: Words) -> Words:
-    kind = column.type
-    if kind.precision > 38:
-        raise BadInput(f"cannot hash {kind}: Spark's decimals have at most 38 digits")
-    stride = kind.bit_width // 64
-    if kind.bit_width == 32:
+    data_type = column.type
+    if data_type.precision > 38:
+        raise BadInput(f"cannot hash {data_type}: Spark's decimals have at most 38 digits")
+    stride = data_type.bit_width // 64
+    if data_type.bit_width == 32:
         return hash_longs(_values_of(column, "<i4").astype(np.int64).view(np.uint64), seeds)
     limbs = np.frombuffer(column.buffers()[1], "<u8", count=len(column) * stride, offset=column.offset * stride * 8)
     low = limbs[::stride]
-    if kind.precision <= 18:
+    if data_type.precision <= 18:
         return hash_longs(low, seeds)
     # Java's BigInteger.toByteArray(): big endian, without leading bytes that only repeat the sign.
     octets = np.stack([limbs[1::stride], low], axis=1).astype(">u8").view(np.uint8)
@@ -249,30 +262,30 @@ _LONGS = {"int64": "<i8", "uint32": "<u4", "uint64": "<u8"}
 
 
 def _hash_fixed_width(column: pa.Array, seeds: Words) -> Words:
-    kind, types = column.type, pa.types
-    name = str(kind)
+    data_type, types = column.type, pa.types
+    name = str(data_type)
     if name in _INTS:
         return hash_ints(_low_32(_values_of(column, _INTS[name])), seeds)
     if name in _LONGS:
         return hash_longs(_values_of(column, _LONGS[name]).astype(np.int64, copy=False).view(np.uint64), seeds)
-    if types.is_boolean(kind):
+    if types.is_boolean(data_type):
         return hash_ints(_values_of(column.cast(pa.int8()), "i1").astype(np.uint64), seeds)
-    if types.is_float16(kind):
+    if types.is_float16(data_type):
         return _hash_fixed_width(column.cast(pa.float32()), seeds)
-    if types.is_float32(kind):
+    if types.is_float32(data_type):
         return hash_ints(_float_bits(_values_of(column, "<f4"), "<u4", 0x7FC00000).astype(np.uint64), seeds)
-    if types.is_float64(kind):
+    if types.is_float64(data_type):
         return hash_longs(_float_bits(_values_of(column, "<f8"), "<u8", 0x7FF8000000000000), seeds)
-    if types.is_date64(kind):
+    if types.is_date64(data_type):
         return hash_ints(_low_32(_values_of(column, "<i8") // 86_400_000), seeds)
-    if types.is_timestamp(kind) or types.is_duration(kind):
+    if types.is_timestamp(data_type) or types.is_duration(data_type):
         ticks = _values_of(column, "<i8")
-        micros = ticks // 1000 if kind.unit == "ns" else ticks * np.int64(_MICROSECONDS[kind.unit])
+        micros = ticks // 1000 if data_type.unit == "ns" else ticks * np.int64(_MICROSECONDS[data_type.unit])
         return hash_longs(micros.view(np.uint64), seeds)
-    if types.is_time(kind):
-        ticks = _values_of(column, "<i4" if kind.bit_width == 32 else "<i8").astype(np.int64)
-        return hash_longs((ticks * np.int64(_NANOSECONDS[kind.unit])).view(np.uint64), seeds)
-    raise BadInput(f"cannot hash a column of type {kind}: Spark's xxhash64 has no meaning for it", type=name)
+    if types.is_time(data_type):
+        ticks = _values_of(column, "<i4" if data_type.bit_width == 32 else "<i8").astype(np.int64)
+        return hash_longs((ticks * np.int64(_NANOSECONDS[data_type.unit])).view(np.uint64), seeds)
+    raise BadInput(f"cannot hash a column of type {data_type}: Spark's xxhash64 has no meaning for it", type=name)
 
 
 def _low_32(values: np.ndarray[Any, Any]) -> Words:

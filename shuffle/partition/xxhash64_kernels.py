@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+# Arrays of 64-bit words, of integers (offsets, lengths, indexes) and of bytes.
 Words: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
-Positions: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+Int64Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Octets: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 _M = 0xFFFFFFFFFFFFFFFF
@@ -24,10 +25,11 @@ _LOW_32 = np.uint64(0xFFFFFFFF)
 _LOW_8 = np.uint64(0xFF)
 
 _BLOCK_ROWS = 16384
-"""128 KiB per array of 64-bit words, measured as best: less pays for numpy calls, more for leaving the cache."""
+"""The rows of one block: 128 KiB per array of 64-bit words, measured as best. With fewer, numpy calls cost more; with
+more, arrays leave the processor's cache."""
 
 _SCALAR_ROWS_MAX = 16
-"""For so few rows, plain integers are faster than the fixed cost of the hundred numpy calls of a block."""
+"""The most rows for which plain integers are faster than the fixed cost of the hundred numpy calls of a block."""
 
 
 def _rotate(words: Words, bits: int) -> None:
@@ -45,7 +47,7 @@ def _finish(hashes: Words) -> None:
 
 
 def _mix_word(hashes: Words, words: Words) -> None:
-    """Folds 8 bytes into each hash. ``words`` is used up."""
+    """Folds 8 bytes into each hash. ``words`` is overwritten."""
     words *= _P2
     _rotate(words, 31)
     words *= _P1
@@ -56,7 +58,7 @@ def _mix_word(hashes: Words, words: Words) -> None:
 
 
 def _mix_half_word(hashes: Words, halves: Words) -> None:
-    """Folds 4 bytes (the low half of each word) into each hash. ``halves`` is used up."""
+    """Folds 4 bytes (the low half of each word) into each hash. ``halves`` is overwritten."""
     halves *= _P1
     hashes ^= halves
     _rotate(hashes, 23)
@@ -65,6 +67,7 @@ def _mix_half_word(hashes: Words, halves: Words) -> None:
 
 
 def _mix_byte(hashes: Words, octets: Words) -> None:
+    """Folds one byte (the low one of each word) into each hash. ``octets`` is overwritten."""
     octets *= _P5
     hashes ^= octets
     _rotate(hashes, 11)
@@ -104,7 +107,7 @@ class _Cursor:
 
     __slots__ = ("_current", "_index", "_left", "_right", "_words")
 
-    def __init__(self, words: Words, starts: Positions) -> None:
+    def __init__(self, words: Words, starts: Int64Array) -> None:
         self._words = words
         self._index = starts >> 3
         self._right = ((starts & 7) << 3).view(np.uint64)
@@ -122,7 +125,7 @@ class _Cursor:
         self._current = following
         return value
 
-    def narrow(self, kept: Positions) -> None:
+    def narrow(self, kept: Int64Array) -> None:
         self._index = self._index.take(kept)
         self._right = self._right.take(kept)
         self._left = self._left.take(kept)
@@ -138,7 +141,7 @@ def _aligned_words(data: Octets) -> Words:
     return words
 
 
-def _hash_stripe_rows(words: Words, starts: Positions, lengths: Positions, seeds: Words) -> Words:
+def _hash_stripe_rows(words: Words, starts: Int64Array, lengths: Int64Array, seeds: Words) -> Words:
     """The 32-byte stripes of rows that have some: the state before the last 0 to 31 bytes, without the length."""
     lanes = [
         seeds + np.uint64((_PRIME_1 + _PRIME_2) & _M),
@@ -177,7 +180,7 @@ def _hash_stripe_rows(words: Words, starts: Positions, lengths: Positions, seeds
 
 
 def _finish_stripes_one_by_one(
-    words: Words, starts: Positions, stripes: Positions, lanes: list[Words], rows: Positions, first_stripe: int
+    words: Words, starts: Int64Array, stripes: Int64Array, lanes: list[Words], rows: Int64Array, first_stripe: int
 ) -> None:
     """The rest of a few very long rows. Lock step would pay for a numpy call per 8 bytes."""
     octets = words.view(np.uint8)
@@ -192,7 +195,7 @@ def _finish_stripes_one_by_one(
             lane[row] = state
 
 
-def _hash_block(words: Words, starts: Positions, lengths: Positions, seeds: Words) -> Words:
+def _hash_block(words: Words, starts: Int64Array, lengths: Int64Array, seeds: Words) -> Words:
     """XXH64 of ``lengths[i]`` bytes from ``starts[i]`` with seed ``seeds[i]``, for a block of rows."""
     hashes = seeds + _P5
     lengths_max = int(lengths.max())
@@ -227,12 +230,12 @@ def _hash_block(words: Words, starts: Positions, lengths: Positions, seeds: Word
     return hashes
 
 
-def _mix_whole_words(hashes: Words, words: Words, starts: Positions, rest: Positions) -> Words:
+def _mix_whole_words(hashes: Words, words: Words, starts: Int64Array, rest: Int64Array) -> Words:
     """Folds the whole 8-byte words of the last 0 to 31 bytes into ``hashes``; returns the word behind them, per row."""
     cursor = _Cursor(words, starts)
     tails = cursor.next()
     whole = rest >> 3
-    active: Positions | None = None
+    active: Int64Array | None = None
     for step in range(int(whole.max())):
         kept = np.flatnonzero((whole if active is None else whole[active]) > step)
         count = len(hashes) if active is None else len(active)
@@ -290,7 +293,7 @@ def _stripes_of_one(value: bytes, seed: int) -> int:
     return state
 
 
-def hash_bytes(data: Octets, offsets: Positions, seeds: Words) -> Words:
+def hash_bytes(data: Octets, offsets: Int64Array, seeds: Words) -> Words:
     """Spark's ``hashUnsafeBytes`` of ``data[offsets[i]:offsets[i + 1]]``: the layout of Arrow's strings."""
     row_count = len(seeds)
     if row_count <= _SCALAR_ROWS_MAX and int(offsets[-1] - offsets[0]) <= 64 * _SCALAR_ROWS_MAX:
@@ -306,8 +309,8 @@ def hash_bytes(data: Octets, offsets: Positions, seeds: Words) -> Words:
     return out
 
 
-def hash_pieces(data: Octets, starts: Positions, lengths: Positions, seeds: Words) -> Words:
-    """The same of ``lengths[i]`` bytes from ``starts[i]``, wherever they lie."""
+def hash_pieces(data: Octets, starts: Int64Array, lengths: Int64Array, seeds: Words) -> Words:
+    """Spark's ``hashUnsafeBytes`` of ``data[starts[i]:starts[i] + lengths[i]]``; the ranges may lie anywhere."""
     out = np.empty(len(seeds), np.uint64)
     words = _aligned_words(data)
     for begin in range(0, len(seeds), _BLOCK_ROWS):

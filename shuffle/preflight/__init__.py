@@ -1,1 +1,1 @@
-"""What is checked about a spec once the store can be asked, before any worker starts."""
+"""The checks of a spec that need the store, made before any worker starts."""

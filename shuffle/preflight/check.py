@@ -1,15 +1,15 @@
-"""What is checked about a spec once the store can be asked, before any worker starts.
+"""The checks of a spec that need the store, made before any worker starts.
 
-1. The user's classes can be imported and are what they should be.
-2. The input is there; its partitions say how many mappers there are.
-3. The processor's own tables are there, or are created.
+1. The user's classes can be imported and are subclasses of ``Mapper`` and ``Reducer``.
+2. The input exists; there is one mapper for each of its partitions.
+3. The processor's own tables exist, or are created.
 4. The input queue has no other consumer, and nothing of it was trimmed before this processor could read it.
 5. The state in them was made by the same processor: its *fingerprint* in ``<processor>/meta``.
 
 At the first start the fingerprint and the registration as the queue's consumer are written in one transaction.
 
-On 5: rows are known by their number alone, so a state is only worth something together with the numbering and the
-distribution it was made with. What may not change is kept beside it and compared at every start.
+On 5: rows are identified by their number alone, so a state is valid only together with the numbering and the
+partitioning it was made with. Whatever may not change is kept beside it and compared at every start.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from shuffle.statestore import StateClient
 
 MAPPERS_MAX = 4096
-"""As for reducers: one process and one connection to every reducer for each."""
+"""The most mappers of a processor. As with reducers, each is a process with a connection to every reducer."""
 
 
 def check_against_store(
     spec: ProcessorSpec, client: StateClient, accept_new_map: bool = False, register: bool = True
 ) -> int:
-    """The steps 1 to 5 above; the number of mappers. Every mistake of 1 and 2 is named in one ``SpecError``.
+    """Makes the checks 1 to 5 above and returns the number of mappers. One ``SpecError`` names all mistakes of 1 and 2.
 
-    Without ``register`` the processor does not become the consumer of its queue: that is for who only looks.
+    Without ``register`` the processor does not become the consumer of its queue; commands that only inspect use that.
     """
     mistakes: list[str] = []
     classes: dict[str, type[Any]] = {}
@@ -69,17 +69,18 @@ def check_against_store(
 
 
 def count_mappers(spec: ProcessorSpec, client: StateClient) -> int:
-    """One mapper for each partition of the input."""
+    """The number of mappers: one for each partition of the input."""
     with open_input(spec, client) as opened:
         return count_partitions(spec, opened)
 
 
 def count_partitions(spec: ProcessorSpec, opened: Input) -> int:
-    place = spec.at(f"input.{spec.input.kind}")
+    """The number of partitions of the input. Raises ``SpecError`` if there cannot be so many mappers."""
+    at = spec.at(f"input.{spec.input.kind}")
     with mistakes_located(spec):
         count = opened.partition_count()
     if not 1 <= count <= MAPPERS_MAX:
-        raise SpecError(f"{place}: {count} partitions; there can be 1 to {MAPPERS_MAX} mappers")
+        raise SpecError(f"{at}: {count} partitions; there can be 1 to {MAPPERS_MAX} mappers")
     return count
 
 

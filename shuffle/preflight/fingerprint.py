@@ -1,8 +1,8 @@
-"""The fingerprint of a processor: what may not change under its state, and whose queue its input is.
+"""The fingerprint of a processor: what may not change under its state, and which processor consumes its input queue.
 
-Rows are known by their number alone, so a state is only worth something together with the numbering and the
-distribution it was made with. What may not change is kept beside it, in ``<processor>/meta``, and compared at every
-start; at the first start it is written, in one transaction with the registration as the consumer of the input's queue.
+Rows are identified by their number alone, so a state is valid only together with the numbering and the partitioning it
+was made with. Whatever may not change is kept beside it, in ``<processor>/meta``, and compared at every start; at the
+first start it is written, in one transaction with the registration as the consumer of the input's queue.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from shuffle.statestore import StateClient, Transaction
 
 ATTEMPTS_MAX = 10
-"""How often the fingerprint is tried to be written, when several workers start at once."""
+"""The most attempts to write the fingerprint, when several workers start at the same time."""
 PARTITION_FUNCTION = "xxhash64/42"
+"""The name of the partition function in the fingerprint: the hash and its seed."""
 
 _OF_THE_MAP = ("mapper_class", "mapper_config", "mapper_code")
 
@@ -55,7 +56,7 @@ def check_fingerprint(
     accept_new_map: bool = False,
     register: bool = True,
 ) -> None:
-    """Writes the fingerprint over a state that is empty; refuses one that does not fit a state that is not.
+    """Writes the fingerprint if the state is empty; raises ``SpecError`` if it does not fit a state that is not empty.
 
     With ``register`` the processor becomes the consumer of its queue in the same transaction.
     """
@@ -79,7 +80,7 @@ def check_fingerprint(
                 tx.commit()
                 return
             except CommitConflict:
-                continue  # Another worker of this processor was faster; look at what it wrote.
+                continue  # Another worker of this processor was faster: compare with the fingerprint that it wrote.
     raise SpecError(f"{spec.path}: {spec.meta_table} is being changed all the time; is something else writing to it?")
 
 
@@ -89,7 +90,7 @@ def _same(name: str, ours: str, stored: str) -> bool:
     return ours == stored
 
 
-_PLACES = {
+_KEY_PATHS = {
     "reducer_count": "reducer.count",
     "mapper_count": "input",
     "max_parallelism": "max_parallelism",
@@ -109,7 +110,7 @@ def _refuse_change(
     changed: list[str],
     accept_new_map: bool,
 ) -> None:
-    """Returns if the change is harmless; else ``SpecError`` with what to do."""
+    """Returns if the change is harmless; otherwise raises a ``SpecError`` that says what to do."""
     alive = client.leases.members(mappers_group(spec.processor)) + client.leases.members(reducers_group(spec.processor))
     mappers = client.scan(spec.mappers_table).read_all()
     reducers = client.scan(spec.reducers_table).read_all()
@@ -127,7 +128,7 @@ def _refuse_change(
     for name in changed:
         was = "" if name == "mapper_code" else f": {ours[name]}, but the existing state was made with {stored[name]}"
         word = "the code of the mapper class" if name == "mapper_code" else name.replace("_", " ")
-        mistakes.append(f"{spec.at(_PLACES[name])}: {word} has changed{was}")
+        mistakes.append(f"{spec.at(_KEY_PATHS[name])}: {word} has changed{was}")
     advice = "put it back, or give the processor another name, so that it begins with an empty state"
     if only_map:
         advice = "put it back, or, with no worker running and all input drained, start once with --accept-new-map"
@@ -135,11 +136,11 @@ def _refuse_change(
     raise SpecError("\n".join(mistakes), path=str(spec.path), mistakes=mistakes, changed=changed)
 
 
-# Whose queue it is
+# The consumer of the queue
 
 
 def check_consumer(spec: ProcessorSpec, client: StateClient, tx: Transaction, queue: str | None) -> None:
-    """Refuses a queue that another processor consumes; None is an input that nothing is deleted from."""
+    """Refuses a queue that another processor consumes. ``queue`` is None for an input from which nothing is deleted."""
     consumer = None if queue is None else queue_consumers(client, tx).get(queue)
     if consumer is not None and consumer != spec.processor:
         raise SpecError(
@@ -152,7 +153,7 @@ def check_consumer(spec: ProcessorSpec, client: StateClient, tx: Transaction, qu
 
 
 def check_begin(spec: ProcessorSpec, client: StateClient, opened: Input) -> None:
-    """Refuses to start on an input of which rows are gone that this processor has never read."""
+    """Refuses to start on an input from which rows were deleted that this processor has never read."""
 
     def started() -> set[int]:
         rows = client.scan(spec.mappers_table, columns=["mapper_index"]).read_all()
@@ -162,7 +163,7 @@ def check_begin(spec: ProcessorSpec, client: StateClient, opened: Input) -> None
         opened.check_start(started)
 
 
-# How far the state has come
+# The progress of the state
 
 
 def has_progress(mappers: pa.Table, reducers: pa.Table) -> bool:
@@ -175,7 +176,7 @@ def has_progress(mappers: pa.Table, reducers: pa.Table) -> bool:
 def nothing_ahead(mappers: pa.Table, reducers: pa.Table) -> bool:
     """Whether no reducer has committed a row that a mapper would map again.
 
-    Then the numbering after the persisted state is free: nothing that it numbers has been counted.
+    Then numbers after the persisted state can be given to other rows: no row with such a number has been counted.
     """
     unread = {row["mapper_index"]: row["shuffle_unread_row_index"] for row in mappers.to_pylist()}
     return all(
@@ -184,6 +185,6 @@ def nothing_ahead(mappers: pa.Table, reducers: pa.Table) -> bool:
 
 
 def _committed(reducers: pa.Table) -> Iterator[tuple[int, ...]]:
-    """The committed shuffle index for each mapper, of every reducer."""
+    """For every reducer, its committed shuffle indexes by mapper."""
     for encoded in reducers["committed_row_indices"].to_pylist():
         yield ReducerState.decode_any(encoded).committed_row_indices

@@ -1,13 +1,13 @@
-"""``shuffle run``: the store (if it is embedded), the mappers and the reducers as processes; started, watched, stopped.
+"""``shuffle run``: starts, watches and stops the store (if it is embedded), the mappers and the reducers as processes.
 
-1. The store: if ``state`` is a folder that nobody serves, a daemon is started for it. If somebody else's daemon serves
-   it and ends, one is started in its place.
-2. The spec is checked against it, and ``map`` against a sample of the input; nothing else runs before that.
-3. Mappers and reducers are started; what dies is started again, with waits that grow.
-4. The end: Ctrl-C, SIGTERM, or ``--until-drained`` and everything is committed. Reducers stop first, so that what they
-   have fetched is still acknowledged; then mappers, which persist how far they came; then the store.
+1. The store: if ``state`` is a folder that no daemon serves, one is started for it. If a daemon that another process
+   has started serves it and ends, one is started in its place.
+2. The spec is checked against the store, and ``map`` on a sample of the input; nothing else runs before that.
+3. Mappers and reducers are started; processes that die are started again, after waits that grow.
+4. The end: Ctrl-C, SIGTERM, or ``--until-drained`` and everything is committed. Reducers stop first, so that the rows
+   they have fetched are still acknowledged; then mappers, which persist their positions; then the store.
 
-A controller that is killed takes its children with it (``shuffle.run.launch``); what is durable is enough to go on.
+If a controller is killed, its children are killed, too (``shuffle.run.launch``); the durable state is enough to go on.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from shuffle.durable.query_lease import refuse_beside_query
 from shuffle.errors import ShuffleError, SpecError, StoreUnavailable, UserCodeError
 from shuffle.mapper.readers.opening import open_input
 from shuffle.preflight.check import check_against_store
-from shuffle.run.dead_letters import last_words
+from shuffle.run.dead_letters import dead_letter_note
 from shuffle.run.determinism import Difference, check_map
-from shuffle.run.drain import DrainGoal, drain_goal, look_whether_drained
+from shuffle.run.drain import DrainGoal, drain_goal, is_drained
 from shuffle.run.status import ProcessorStatus, StatusCollector
-from shuffle.run.store_service import StoreKeeper, answering_address, log_folder, opened, require_store, served_store
+from shuffle.run.store_service import StoreKeeper, log_folder, open_client, require_store, served_store, serving_address
 from shuffle.run.supervisor import Child, RestartPolicy, Supervisor
 from shuffle.run.terminal import ChildView, Rates, progress_line, render
 from shuffle.spec.config import ProcessorSpec
@@ -44,13 +44,17 @@ if TYPE_CHECKING:
     from shuffle.statestore import StateClient
 
 STATE_ENVIRONMENT = "SHUFFLE_STATE"
+"""The environment variable with which workers get the address of the store."""
 TICK_S = 0.1
+"""Seconds between two rounds of the loop that watches the processes."""
 LOOK_S = 1.0
-"""Between two looks for the screen."""
+"""Seconds between two updates of the screen."""
 LINE_S = 5.0
-"""Between two lines of progress where there is no screen."""
+"""Seconds between two lines of progress where there is no screen."""
 DRAIN_LOOK_S = 0.25
+"""Seconds between two checks whether the input is drained."""
 CHECK_RETRY_S = 2.0
+"""Seconds before ``map`` is checked again if there was no input to check it on."""
 
 _log = get_logger(__name__)
 
@@ -58,7 +62,7 @@ __all__ = [
     "Controller",
     "RestartPolicy",
     "RunOptions",
-    "answering_address",
+    "serving_address",
     "log_folder",
     "require_store",
     "run",
@@ -71,17 +75,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
+    """The options of ``shuffle run``."""
+
     until_drained: bool = False
+    """True to end once all input that was there at the start has been committed."""
     screen: bool = True
+    """True for a screen that is updated, False for lines of progress."""
     check: bool = True
-    """Check on a sample of the input that ``map`` is deterministic."""
+    """True to check on a sample of the input that ``map`` is deterministic."""
     accept_new_map: bool = False
+    """True to go on with a changed ``map`` over existing state, if that cannot lose or double rows."""
     reducers: bool = True
-    """Without them the mappers serve somebody else's: Spark reads the rows, or runs the reducers as its tasks."""
+    """False to start mappers only: Spark reads their rows, or runs the reducers as its tasks."""
 
 
 class Controller:
-    """Runs one processor until it is told to stop, is drained, or cannot go on."""
+    """Runs one processor until it is stopped, is drained, or cannot go on."""
 
     def __init__(self, spec: ProcessorSpec, options: RunOptions, say: Callable[[str], None]) -> None:
         self._given = spec
@@ -92,20 +101,21 @@ class Controller:
         self._signal: int | None = None
         self._failure: ShuffleError | None = None
         self._rates = Rates()
-        self._seen: ProcessorStatus | None = None
+        self._status: ProcessorStatus | None = None
         self._reported: set[str] = set()
         self._keeper: StoreKeeper | None = None
         self._ending = ""
 
     def interrupt(self, number: int, _frame: Any = None) -> None:
-        """A signal handler. The first time asks for an orderly end, the second time insists."""
+        """The signal handler. The first signal ends the run in order, the second kills all processes."""
         if self._stop.is_set():
             self._supervisor.kill()
         self._signal = number
         self._stop.set()
 
     def run(self) -> int:
-        """The exit code: 0 drained or stopped by SIGTERM, 130 Ctrl-C. Raises ``ShuffleError`` when it cannot go on."""
+        """Runs until the end and returns the exit code: 0 if drained or stopped by SIGTERM, 130 after Ctrl-C. Raises
+        ``ShuffleError`` when it cannot go on."""
         with log_folder(self._given) as logs:
             try:
                 with served_store(self._given, self._supervisor, logs) as spec:  # 1
@@ -118,11 +128,11 @@ class Controller:
                             logs,
                             spec.store_metrics_port(),
                         )
-                    with opened(spec) as client:
+                    with open_client(spec) as client:
                         self._run_processor(spec, client, logs)
             finally:
                 os.environ.pop(STATE_ENVIRONMENT, None)
-                self._supervisor.kill()  # Nothing of ours is left, whatever happened.
+                self._supervisor.kill()  # No process of ours is left behind, whatever happened.
             if self._failure is not None:
                 raise self._failure
         return 128 + signal.SIGINT if self._signal == signal.SIGINT else 0
@@ -166,10 +176,10 @@ class Controller:
             for role in ("reducer", "mapper"):  # 4
                 self._supervisor.stop(workers[role])
         if self._ending:
-            self._say(f"{spec.processor}: {self._ending}{last_words(spec, client)}")
+            self._say(f"{spec.processor}: {self._ending}{dead_letter_note(spec, client)}")
 
     def _start(self, role: str, indexes: Sequence[int], logs: Path) -> Child:
-        """One process, with the workers ``indexes`` in it."""
+        """Starts one process that hosts the workers ``indexes``."""
         text = indexes_text(indexes)
         arguments = [os.fspath(self._given.path), "--index", text]
         workers = [f"{role} {index}" for index in indexes]
@@ -178,7 +188,8 @@ class Controller:
         return self._supervisor.add(child)
 
     def _check_first_rows(self, spec: ProcessorSpec, client: StateClient, mapper_count: int) -> bool:
-        """Whether there were rows to check ``map`` on; ``SpecError`` if it is not deterministic."""
+        """Checks ``map`` and returns whether there were rows to check it on. Raises ``SpecError`` if it is not
+        deterministic."""
         result = check_map(spec, client, mapper_count, partitions_max=1)
         if result.difference is not None:
             raise SpecError(not_deterministic(spec, result.difference))
@@ -227,36 +238,36 @@ class Controller:
 
     def _is_drained(self, goal: DrainGoal, spec: ProcessorSpec, client: StateClient) -> bool:
         try:
-            return look_whether_drained(goal, spec, client)
+            return is_drained(goal, spec, client)
         except StoreUnavailable as error:
             _log.warning("store not reached", error=error)
             return False
 
     def _look(self, collector: StatusCollector, now_s: float) -> bool:
         try:
-            self._seen = collector.collect()
+            self._status = collector.collect()
         except ShuffleError as error:
             _log.warning("no look at the processor", error=error)
             return False
-        self._rates.note(now_s, self._seen)
+        self._rates.note(now_s, self._status)
         return True
 
     def _picture(self) -> Any:
-        assert self._seen is not None
+        assert self._status is not None
         children = {
             worker: ChildView(child.running, child.policy.restarts, child.last_error, child.name)
             for child in self._supervisor.children
             for worker in child.workers or [child.name]
         }
-        return render(self._seen, self._rates, children, note="Ctrl-C ends it")
+        return render(self._status, self._rates, children, note="Ctrl-C ends it")
 
     def _line(self) -> str:
-        assert self._seen is not None
+        assert self._status is not None
         restarts = sum(child.policy.restarts for child in self._supervisor.children)
-        return progress_line(self._seen, self._rates, restarts, self._options.reducers)
+        return progress_line(self._status, self._rates, restarts, self._options.reducers)
 
     def _report_death(self, child: Child) -> None:
-        """Each new reason once: a worker in a loop of deaths must not bury everything else."""
+        """Prints each reason once, so that a worker that keeps dying does not hide all other output."""
         text = f"{child.name} died: {child.last_error}; starting it again"
         if child.policy.keeps_dying:
             text = f"{child.name} keeps dying ({child.policy.deaths} times in a row): {child.last_error}"
@@ -266,14 +277,14 @@ class Controller:
             self._say(text)
 
     def _give_up_if_hopeless(self, spec: ProcessorSpec) -> None:
-        """A run that should end by itself must not wait for ever for a worker that cannot go on."""
+        """Ends the run with an error if a worker keeps dying and it is no use to wait for it."""
         for child in self._supervisor.keeps_dying():
             if child.last_code == EXIT_SPEC:
                 self._failure = SpecError(f"{child.name}: {child.last_error}")
             elif self._options.until_drained:
                 deaths = child.policy.deaths
-                kind = UserCodeError if child.last_code == EXIT_USER_CODE else ShuffleError
-                self._failure = kind(
+                error_type = UserCodeError if child.last_code == EXIT_USER_CODE else ShuffleError
+                self._failure = error_type(
                     f"{spec.processor}: not drained: {child.name} died {deaths} times in a row: {child.last_error}",
                     worker=child.name,
                 )
@@ -284,6 +295,7 @@ class Controller:
 
 
 def not_deterministic(spec: ProcessorSpec, difference: Difference) -> str:
+    """The error text for a ``map`` that is not deterministic."""
     return (
         f"{spec.at('mapper.class')}: {spec.mapper.class_name}.map is not deterministic row by row: {difference};"
         " after a crash rows are mapped again, and would not be the same"
@@ -292,7 +304,7 @@ def not_deterministic(spec: ProcessorSpec, difference: Difference) -> str:
 
 @dataclass(slots=True)
 class _Every:
-    """Says when the next time has come."""
+    """Says when an action that is repeated with a period is due."""
 
     period_s: float
     next_s: float = 0.0
@@ -305,8 +317,8 @@ class _Every:
 
 
 @contextmanager
-def _screen(wanted: bool) -> Iterator[Callable[[Any], None]]:
-    if not wanted:
+def _screen(enabled: bool) -> Iterator[Callable[[Any], None]]:
+    if not enabled:
         yield lambda picture: None
         return
     from rich.console import Console
@@ -317,7 +329,7 @@ def _screen(wanted: bool) -> Iterator[Callable[[Any], None]]:
 
 
 def run(spec: ProcessorSpec, options: RunOptions, signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM)) -> int:
-    """``shuffle run``: the controller in this process, with its signal handlers in place."""
+    """Runs the controller in this process, with its signal handlers installed, and returns its exit code."""
     controller = Controller(spec, options, say=lambda line: print(line, file=sys.stderr, flush=True))
     before = {number: signal.signal(number, controller.interrupt) for number in signals}
     try:

@@ -1,5 +1,5 @@
-"""Rows that were set aside: how many wait in the dead-letter queues of a processor, what they are, and what becomes of
-them. ``shuffle.user_code.poison`` finds such rows and says in which form they are kept.
+"""Dead letters, which are the rows that a processor has set aside: counting, reading, dropping and replaying them.
+``shuffle.user_code.poison`` finds such rows and encodes them.
 
 *Replay* takes them from the front of their queue, in order:
 
@@ -11,8 +11,8 @@ them. ``shuffle.user_code.poison`` finds such rows and says in which form they a
   committed in one transaction with the trim. Those that it refuses again go to the end of the queue, with the new
   reason. The processor must not be running: its reducers may remember what they have written to their tables.
 
-So each row takes effect once, however often a replay is started or interrupted. Two at a time are told apart by a row
-of ``PROCESSOR/meta`` that both expect to find unchanged.
+So each row takes effect once, however often a replay is started or interrupted. Two replays at the same time conflict
+on a row of ``PROCESSOR/meta`` that both expect to be unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shuffle.user_code.poison import (
     decode_row,
     is_transient,
     locate_poison,
-    place_of,
+    raised_at,
     reason_of,
     split_rows,
 )
@@ -52,38 +52,46 @@ Role = Literal["mapper", "reducer"]
 ROLES: tuple[Role, ...] = ("mapper", "reducer")
 
 REPLAY_ROWS_MAX = 10_000
-"""Rows replayed in one transaction: ``reduce`` is called with them again and again if one of them still fails."""
+"""The most rows replayed in one transaction: ``reduce`` is called with them many times if one of them still fails."""
 READ_BYTES_MAX = 16 * MIB
+"""The most bytes of dead letters that are read at once."""
 ATTEMPTS_MAX = 10
-"""Of one transaction, when others write to the same rows."""
+"""The most attempts of one transaction, when others write to the same rows."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterQueue:
+    """A dead-letter queue of a processor, and the number of rows in it."""
+
     queue: str
+    """The name of the queue."""
     roles: list[str]
-    """Of those whose rows go there: the mappers, the reducers, or, if the spec says so, both."""
+    """The roles whose rows go to the queue: mapper, reducer, or, if the spec says so, both."""
     rows: int
-    """Waiting, over all partitions."""
+    """The number of rows that are in the queue, over all partitions."""
     rows_ever: int
-    """Appended since the queue was created: also those that were replayed, dropped, or refused again."""
+    """The number of rows appended since the queue was created, including those that were replayed, dropped, or refused
+    again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class DeadLetter:
     """One row that was set aside."""
 
     queue: str
+    """The name of the dead-letter queue."""
     partition: int
+    """The partition of the dead-letter queue."""
     position: int
-    """Where in the dead-letter queue."""
+    """The position of the row in that partition."""
     fields: dict[str, Any]
-    """The row of the queue: ``DEAD_LETTER_SCHEMA``."""
+    """The columns of the row in the queue (``DEAD_LETTER_SCHEMA``)."""
 
     @property
     def origin(self) -> str:
+        """The worker that refused the row and the row's index there, as text."""
         worker, mapper, at = self.fields["worker"], self.fields["mapper"], self.fields["position"]
         if self.fields["role"] == "mapper":
             return f"mapper {worker}, input row {at}"
@@ -97,44 +105,46 @@ class Letter:
             raise ShuffleError(f"{self.queue}, partition {self.partition}, row {self.position}: {error}") from None
 
 
-# Looking -------------------------------------------------------------------------------------------------------------
+# Reading -------------------------------------------------------------------------------------------------------------
 
 
 def dead_letter_queues(spec: ProcessorSpec, client: StateClient, role: Role | None = None) -> list[DeadLetterQueue]:
-    """Those that are there. One that the spec does not use any more counts, too, if it has the usual name."""
-    there = {queue.name for queue in client.queues() if queue.schema.equals(DEAD_LETTER_SCHEMA)}
+    """The dead-letter queues of the processor that exist, including one with the default name that is no longer used
+    by the spec."""
+    existing = {queue.name for queue in client.queues() if queue.schema.equals(DEAD_LETTER_SCHEMA)}
     roles: dict[str, list[str]] = {}
     for each in ROLES:
         roles.setdefault(spec.dead_letter_queue(each), []).append(each)
-    found = []
+    queues = []
     for name, users in roles.items():
-        if name in there and (role is None or role in users):
+        if name in existing and (role is None or role in users):
             bounds = client.queue(name).bounds()
             rows = sum(end - begin for begin, end in bounds)
-            found.append(DeadLetterQueue(name, users, rows, sum(end for _, end in bounds)))
-    return found
+            queues.append(DeadLetterQueue(name, users, rows, sum(end for _, end in bounds)))
+    return queues
 
 
-def count_words(found: list[DeadLetterQueue]) -> str:
-    """Of rows that wait: ``3 dead letters (job/mapper_dead_letters)``. Empty if none do."""
-    waiting = [queue for queue in found if queue.rows]
+def dead_letter_summary(queues: list[DeadLetterQueue]) -> str:
+    """The number of dead letters in these queues: ``3 dead letters (job/mapper_dead_letters)``. Empty if there are
+    none."""
+    waiting = [queue for queue in queues if queue.rows]
     rows = sum(queue.rows for queue in waiting)
     names = ", ".join(queue.queue for queue in waiting)
     return f"{rows:,} dead letter{'s' if rows > 1 else ''} ({names})" if waiting else ""
 
 
-def last_words(spec: ProcessorSpec, client: StateClient) -> str:
-    """For the last line of a run: that rows were set aside must not look as if all of them had been counted."""
+def dead_letter_note(spec: ProcessorSpec, client: StateClient) -> str:
+    """A note for the last line of a run if there are dead letters: those rows have not been counted."""
     try:
-        words = count_words(dead_letter_queues(spec, client))
+        words = dead_letter_summary(dead_letter_queues(spec, client))
     except ShuffleError as error:
         _log.warning("dead letters not counted", error=error)
         return ""
     return f"; {words}: `shuffle dead-letters {spec.path.name} show` prints them" if words else ""
 
 
-def letters(client: StateClient, queue: str) -> Iterator[Letter]:
-    """All that wait in ``queue``, partition by partition, the oldest first; a few in memory at a time."""
+def read_dead_letters(client: StateClient, queue: str) -> Iterator[DeadLetter]:
+    """All dead letters in ``queue``, partition by partition, the oldest first; only a few are in memory at a time."""
     handle = client.queue(queue)
     for partition, (begin, end) in enumerate(handle.bounds()):
         position = begin
@@ -143,12 +153,12 @@ def letters(client: StateClient, queue: str) -> Iterator[Letter]:
             if not rows.num_rows:
                 break
             for number, row in enumerate(rows.to_pylist(), start=position):
-                yield Letter(queue, partition, number, row)
+                yield DeadLetter(queue, partition, number, row)
             position = after
 
 
-def newest(client: StateClient, queue: str) -> Letter | None:
-    """The last one of the partition that has most of them."""
+def newest_dead_letter(client: StateClient, queue: str) -> DeadLetter | None:
+    """The newest dead letter of the partition that has most of them; None if there are none."""
     handle = client.queue(queue)
     bounds = handle.bounds()
     partition = max(range(len(bounds)), key=lambda index: bounds[index][1] - bounds[index][0])
@@ -156,14 +166,14 @@ def newest(client: StateClient, queue: str) -> Letter | None:
     if begin == end:
         return None
     rows, _ = handle.read(partition, end - 1, max_rows=1)
-    return Letter(queue, partition, end - 1, rows.to_pylist()[0]) if rows.num_rows else None
+    return DeadLetter(queue, partition, end - 1, rows.to_pylist()[0]) if rows.num_rows else None
 
 
 # Dropping and replaying ----------------------------------------------------------------------------------------------
 
 
 def drop(client: StateClient, queue: str) -> int:
-    """Give up all that wait there; how many they were."""
+    """Drops all dead letters in ``queue`` and returns their number."""
     bounds = client.queue(queue).bounds()
     with client.transaction() as tx:
         for partition, (_, end) in enumerate(bounds):
@@ -174,16 +184,19 @@ def drop(client: StateClient, queue: str) -> int:
 
 @dataclass(slots=True)
 class Replayed:
+    """The numbers of rows of a replay."""
+
     to_input: int = 0
-    """Rows that are in the input queue again."""
+    """The number of rows that were appended to the input queue again."""
     reduced: int = 0
-    """Rows that ``reduce`` has taken now."""
+    """The number of rows that ``reduce`` has accepted now."""
     refused: int = 0
-    """Rows that ``reduce`` has refused again."""
+    """The number of rows that ``reduce`` has refused again."""
 
 
 class Replay:
-    """Replays the dead letters of one processor. What is done is in ``done``, also after an error."""
+    """Replays the dead letters of one processor. The rows that are committed are counted in ``done``, even after an
+    error."""
 
     def __init__(self, spec: ProcessorSpec, client: StateClient) -> None:
         self._spec = spec
@@ -192,7 +205,7 @@ class Replay:
         self.done = Replayed()
 
     def run(self, queue: DeadLetterQueue) -> None:
-        """Everything that waits in ``queue`` now."""
+        """Replays all dead letters that are in ``queue`` now."""
         handle = self._client.queue(queue.queue)
         for partition, (_, end) in enumerate(handle.bounds()):
             attempts = 0
@@ -209,11 +222,11 @@ class Replay:
                         reducer.forget()
 
     def _take_some(self, queue: Queue, partition: int, end: int) -> bool:
-        """One transaction: the first letters of a partition that are of one worker; whether there were any before
-        ``end``.
+        """Replays, in one transaction, the first dead letters of a partition that are of one worker. Returns whether
+        there were any before ``end``.
 
-        The marker is read before the bounds, and the commit expects it to be unchanged: between these two nobody else
-        has taken letters of this processor.
+        The marker is read before the bounds, and the commit expects it to be unchanged: so no other replay has taken
+        dead letters of this processor in between.
         """
         name = f"dead letters of {queue.name}, partition {partition}"
         marker = self._client.lookup(self._spec.meta_table, pa.table([[name]], schema=META_KEY))
@@ -228,9 +241,9 @@ class Replay:
                 " of that one",
                 queue=queue.name,
             )
-        found = [Letter(queue.name, partition, begin + i, row).original() for i, row in enumerate(taken)]
-        # A changed map may have given rows another schema: those wait for the next transaction.
-        originals = list(takewhile(lambda row: row.schema.equals(found[0].schema), found))
+        decoded = [DeadLetter(queue.name, partition, begin + i, row).original() for i, row in enumerate(taken)]
+        # A changed map may have given rows another schema: those are left for the next transaction.
+        originals = list(takewhile(lambda row: row.schema.equals(decoded[0].schema), decoded))
         taken, after = taken[: len(originals)], begin + len(originals)
         done = Replayed()
         if taken[0]["role"] == "mapper":
@@ -243,7 +256,7 @@ class Replay:
                 tx.expect(self._spec.meta_table, marker)
             else:
                 tx.expect_absent(self._spec.meta_table, pa.table([[name]], schema=META_KEY))
-            # The value has a part that was never there before: positions begin again when a queue is created anew.
+            # The guid makes the value unique: positions start again at 0 when a queue is dropped and created anew.
             tx.write(self._spec.meta_table, pa.table([[name], [f"{after} {new_guid()}"]], schema=META_ROW))
             tx.commit()
         self.done.to_input += done.to_input
@@ -269,20 +282,20 @@ class Replay:
     def _reduced(
         self, queue: str, partition: int, taken: list[dict[str, Any]], rows: pa.Table, done: Replayed
     ) -> Transaction:
-        """The user's transaction over the rows that ``reduce`` takes now, with the others as new dead letters."""
+        """The user's transaction over the rows that ``reduce`` accepts now, with the others as new dead letters."""
         if self._client.leases.members(reducers_group(self._spec.processor)):
             raise BadInput(f"{self._spec.processor} is running: stop it before its reducers' rows are replayed")
         try:
             reducer = self._reducer(int(taken[0]["worker"]))
-            found = locate_poison(rows, lambda part: _attempt(reducer, part))
-            bad = {poison.row: poison.reason for poison in found}
+            poison_rows = locate_poison(rows, lambda part: _attempt(reducer, part))
+            bad = {poison.row: poison.reason for poison in poison_rows}
             good, _ = split_rows(rows, list(bad))
             reducer.forget()
             tx = _call(reducer, good) if good.num_rows else None
         except Exception as error:
             if is_transient(error) or isinstance(error, SpecError):
                 raise
-            raise UserCodeError(f"{queue}: replay: {reason_of(error)}{place_of(error)}") from error
+            raise UserCodeError(f"{queue}: replay: {reason_of(error)}{raised_at(error)}") from error
         tx = tx or self._client.transaction()
         if bad:
             again = [{**taken[row], "reason": reason} for row, reason in bad.items()]
@@ -308,12 +321,12 @@ class Replay:
 
 
 def _same_worker(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows at the front that are of one worker: of a reducer, so that ``reduce`` gets its own rows only."""
+    """The rows at the front that are of one worker, so that the ``reduce`` of a reducer gets its own rows only."""
 
-    def who(row: dict[str, Any]) -> tuple[Any, ...]:
+    def worker_of(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["processor"], row["role"], row["worker"]
 
-    return list(takewhile(lambda row: who(row) == who(rows[0]), rows))
+    return list(takewhile(lambda row: worker_of(row) == worker_of(rows[0]), rows))
 
 
 def _call(reducer: Reducer, rows: pa.Table) -> Transaction | None:

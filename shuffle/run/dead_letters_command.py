@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 from shuffle.errors import BadInput, ShuffleError
 from shuffle.run.dead_letters import (
     ROLES,
+    DeadLetter,
     DeadLetterQueue,
-    Letter,
     Replay,
-    count_words,
     dead_letter_queues,
+    dead_letter_summary,
     drop,
-    letters,
-    newest,
+    newest_dead_letter,
+    read_dead_letters,
 )
-from shuffle.run.run_lock import only_run
-from shuffle.run.store_service import opened, require_store
+from shuffle.run.run_lock import hold_run_lock
+from shuffle.run.store_service import open_client, require_store
 from shuffle.spec.config import load_spec
 from shuffle.statestore.admin.text import json_line, json_values, printable
 from shuffle.support.slow_wait import say_on_stderr
@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     from shuffle.statestore import StateClient
 
 SHOWN_ROWS_DEFAULT = 20
+"""The number of rows that ``show`` prints unless ``--rows`` is given."""
 
 
 def add_parsers(parser: argparse.ArgumentParser) -> None:
-    """The actions of ``shuffle dead-letters SPEC``."""
+    """Adds the actions of ``shuffle dead-letters SPEC``."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
 
     def add(name: str, what: str, example: str) -> argparse.ArgumentParser:
@@ -69,19 +70,21 @@ def run(options: argparse.Namespace) -> int:
     actions = {"list": _list, "show": _show, "replay": _replay, "drop": _drop}
     with ExitStack() as stack:
         if options.action == "replay" and options.role != "mapper":
-            # Looked at first: where no reducer has set rows aside, the processor may go on running.
-            with opened(spec) as client:
+            # Checked first: if no reducer has set rows aside, the processor may go on running.
+            with open_client(spec) as client:
                 waiting = [queue for queue in dead_letter_queues(spec, client, "reducer") if queue.rows]
             if waiting:
-                stack.enter_context(only_run(spec, say_on_stderr))
-        client = stack.enter_context(opened(spec))
+                stack.enter_context(hold_run_lock(spec, say_on_stderr))
+        client = stack.enter_context(open_client(spec))
         actions[options.action](spec, client, options)
     sys.stdout.flush()
     return 0
 
 
 def _list(spec: ProcessorSpec, client: StateClient, options: argparse.Namespace) -> None:
-    found = [(queue, newest(client, queue.queue)) for queue in dead_letter_queues(spec, client, options.role)]
+    found = [
+        (queue, newest_dead_letter(client, queue.queue)) for queue in dead_letter_queues(spec, client, options.role)
+    ]
     if options.json:
         print(json.dumps([{**asdict(queue), "newest": _plain(last)} for queue, last in found], indent=2))
         return
@@ -93,17 +96,17 @@ def _list(spec: ProcessorSpec, client: StateClient, options: argparse.Namespace)
             print(f"  newest: {last.origin}: {printable(last.fields['reason'])}")
 
 
-def _plain(letter: Letter | None) -> dict[str, Any] | None:
-    """What the queue has of a letter, without the row."""
-    if letter is None:
+def _plain(dead_letter: DeadLetter | None) -> dict[str, Any] | None:
+    """The columns of a dead letter and its position in the queue, without the row itself."""
+    if dead_letter is None:
         return None
-    known = {name: value for name, value in letter.fields.items() if name not in ("row", "position")}
-    place = {"queue": letter.queue, "partition": letter.partition, "position": letter.position}
-    return {**place, **known, "origin_position": letter.fields["position"]}
+    known = {name: value for name, value in dead_letter.fields.items() if name not in ("row", "position")}
+    position = {"queue": dead_letter.queue, "partition": dead_letter.partition, "position": dead_letter.position}
+    return {**position, **known, "origin_position": dead_letter.fields["position"]}
 
 
 def _show(spec: ProcessorSpec, client: StateClient, options: argparse.Namespace) -> None:
-    found = (letter for queue in dead_letter_queues(spec, client) for letter in letters(client, queue.queue))
+    found = (letter for queue in dead_letter_queues(spec, client) for letter in read_dead_letters(client, queue.queue))
     wanted = (letter for letter in found if options.role in (None, letter.fields["role"]))
     for letter in islice(wanted, options.rows):
         try:
@@ -134,7 +137,7 @@ def _replay(spec: ProcessorSpec, client: StateClient, options: argparse.Namespac
 
 def _drop(spec: ProcessorSpec, client: StateClient, options: argparse.Namespace) -> None:
     queues = _of_one_role(dead_letter_queues(spec, client, options.role), options)
-    words = count_words(queues)
+    words = dead_letter_summary(queues)
     if words and not options.yes:
         raise BadInput(f"this gives up {words} for good: look with `show`, and add --yes")
     print(f"{spec.processor}: {sum(drop(client, queue.queue) for queue in queues):,} rows dropped")

@@ -1,6 +1,7 @@
-"""Is ``map`` deterministic row by row? It is run on a sample of the real input in several ways that must agree.
+"""Checks that ``map`` is deterministic row by row: it is run on a sample of the real input in several ways, and the
+results must be equal.
 
-1. again, by another object of the class;
+1. a second time, by another object of the class;
 2. with other batch boundaries;
 3. in a fresh process with another hash seed (sets and dicts of strings then have another order).
 
@@ -31,19 +32,24 @@ from shuffle.run import launch
 from shuffle.spec.config import ProcessorSpec, load_spec
 from shuffle.user_code.create import create
 from shuffle.user_code.load import load_class
-from shuffle.user_code.poison import locate_poison, place_of, split_rows
+from shuffle.user_code.poison import locate_poison, raised_at, split_rows
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient
 
 SAMPLE_ROWS = 2_000
-"""Of one partition. Enough to meet most kinds of row, few enough that the check takes about a second."""
+"""The most rows of the sample of one partition: enough for most kinds of rows, and few enough that the check takes
+about a second."""
 SAMPLE_BYTES = 4 * 1024 * 1024
+"""The most bytes of the sample of one partition."""
 CUTS = (1, 2, 7, 61, 509)
-"""Sizes of the batches in step 2, used in turn."""
+"""The numbers of rows of the batches in step 2, used in turn."""
 POISON_ATTEMPTS_MAX = 500
+"""The most calls of ``map`` to find the rows of a sample for which it raises."""
 FRESH_PROCESS_S_MAX = 120.0
+"""The most seconds that the fresh process may take."""
 VALUE_CHARS_MAX = 120
+"""The most characters of a value that differs that a message shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +57,16 @@ class Difference:
     """Where two runs of ``map`` over the same rows first disagree."""
 
     partition: int
+    """The partition of the input."""
     how: str
+    """The way in which the second run differed: ``with other batch boundaries``."""
     input_row: int | None
-    """In the sample of its partition, counted from the persisted position; None if it could not be narrowed down."""
+    """The offset of the input row in the sample of its partition, which begins at the persisted position; None if it
+    could not be determined."""
     output_row: int
+    """The offset of the row in the output of ``map``."""
     what: str
+    """The column and both values."""
 
     def __str__(self) -> str:
         row = "" if self.input_row is None else f", made of input row {self.input_row} of the sample"
@@ -64,25 +75,29 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
+    """The result of a check of ``map``."""
+
     rows: int
-    """Input rows compared."""
+    """The number of input rows that were compared."""
     rows_failed: int
-    """Input rows for which ``map`` raised."""
+    """The number of input rows for which ``map`` raised."""
     first_failure: str | None
+    """The first exception of ``map``, as text; None if it raised none."""
     difference: Difference | None
+    """The first difference; None if ``map`` is deterministic on the sample."""
 
 
 def check_map(
     spec: ProcessorSpec, client: StateClient, mapper_count: int, partitions_max: int | None = None
 ) -> CheckResult:
     """Checks the partitions that have rows, up to ``partitions_max`` of them; ends at the first difference."""
-    rows = failed = looked_at = 0
+    rows = failed = checked = 0
     failure: str | None = None
     for partition in range(mapper_count):
         sample = read_sample(spec, client, partition)
         if sample.num_rows == 0:
             continue
-        looked_at += 1
+        checked += 1
         good, reasons = _without_failing_rows(spec, client, mapper_count, partition, sample)
         failed += sample.num_rows - good.num_rows
         failure = failure or (reasons[0] if reasons else None)
@@ -90,13 +105,13 @@ def check_map(
         difference = _compare_runs(spec, client, mapper_count, partition, good) if good.num_rows else None
         if difference is not None:
             return CheckResult(rows, failed, failure, difference)
-        if looked_at == partitions_max:
+        if checked == partitions_max:
             break
     return CheckResult(rows, failed, failure, None)
 
 
 def read_sample(spec: ProcessorSpec, client: StateClient, partition: int) -> pa.Table:
-    """Rows after the persisted position, or, when all is processed, none."""
+    """The first rows after the persisted position of a partition; none if all rows are processed."""
     tokens = {
         row["mapper_index"]: Token(row["continuation_token"])
         for row in client.scan(spec.mappers_table).read_all().to_pylist()
@@ -108,7 +123,7 @@ def read_sample(spec: ProcessorSpec, client: StateClient, partition: int) -> pa.
 
 
 class _Run:
-    """The user's mapper for one partition, and its output over whatever batches it was given."""
+    """The user's mapper for one partition, whose output is checked and completed with the reducer of each row."""
 
     def __init__(
         self, spec: ProcessorSpec, client: StateClient, mapper_count: int, partition: int, schema: pa.Schema
@@ -121,7 +136,7 @@ class _Run:
         self._mapper: Mapper = create(load_class(spec, "mapper"), "mapper", spec.mapper.config, worker, client, schema)
 
     def map(self, rows: pa.Table) -> pa.Table:
-        """The output rows of one batch with a last column for the reducer of each."""
+        """The output rows of one batch, with the reducer of each as a last column."""
         result = self._mapper.map(rows)
         if not isinstance(result, PartitionedRowset):
             raise UserCodeError(f"{self._name}.map must return a PartitionedRowset, not {type(result).__name__}")
@@ -150,13 +165,13 @@ def _without_failing_rows(
         run.map(rows)
 
     try:
-        found = locate_poison(sample, attempt, attempts_max=POISON_ATTEMPTS_MAX)
+        poison_rows = locate_poison(sample, attempt, attempts_max=POISON_ATTEMPTS_MAX)
     except UserCodeError as error:
-        where = place_of(error.__cause__) if error.__cause__ is not None else ""
+        where = raised_at(error.__cause__) if error.__cause__ is not None else ""
         what = f"{spec.at('mapper.class')}: {spec.mapper.class_name}.map: {error.message}{where}"
         raise UserCodeError(what, **error.fields) from error
-    good, _ = split_rows(sample, [poison.row for poison in found])
-    return good.combine_chunks(), [poison.reason for poison in found]
+    good, _ = split_rows(sample, [poison.row for poison in poison_rows])
+    return good.combine_chunks(), [poison.reason for poison in poison_rows]
 
 
 def _compare_runs(
@@ -175,9 +190,9 @@ def _compare_runs(
         ),
     )
     for how, other in others:
-        found = first_difference(first, other())
-        if found is not None:
-            output_row, what = found
+        difference = first_difference(first, other())
+        if difference is not None:
+            output_row, what = difference
             return Difference(partition, how, _input_row_of(fresh(), sample, output_row), output_row, what)
     return None
 
@@ -202,7 +217,7 @@ def _first_difference_in(first: pa.ChunkedArray, second: pa.ChunkedArray) -> int
     if first.equals(second):
         return None
     for row, (one, other) in enumerate(zip(first.to_pylist(), second.to_pylist(), strict=True)):
-        if one != other and not (one != one and other != other):  # A NaN is the same as a NaN here.
+        if one != other and not (one != one and other != other):  # Two NaN are equal here.
             return row
     return None
 
@@ -216,12 +231,12 @@ def _shorten(text: str) -> str:
 
 
 def _input_row_of(run: _Run, sample: pa.Table, output_row: int) -> int | None:
-    """The input row behind an output row: rows are mapped one by one and their outputs counted."""
+    """The input row from which an output row was made: rows are mapped one by one and their outputs counted."""
     outputs = 0
     for row in range(sample.num_rows):
         try:
             outputs += run.map(sample.slice(row, 1)).num_rows
-        except Exception:  # The user's code: whatever it raises here, the row is not to be found this way.
+        except Exception:  # The user's code may raise anything; then the row cannot be determined in this way.
             return None
         if outputs > output_row:
             return row
@@ -266,7 +281,7 @@ def _read(path: Path) -> pa.Table:
 
 
 def main(arguments: list[str]) -> int:
-    """The other side: maps the sample it is given."""
+    """The fresh process: maps the sample in the file that it is given."""
     spec = load_spec(arguments[0])
     mapper_count, partition = int(arguments[1]), int(arguments[2])
     try:
@@ -280,7 +295,7 @@ def main(arguments: list[str]) -> int:
 
 
 def describe(result: CheckResult, spec: ProcessorSpec) -> list[str]:
-    """What ``shuffle check`` says about a result, in lines."""
+    """The lines that ``shuffle check`` prints about a result."""
     if result.rows + result.rows_failed == 0:
         return ["map: not checked, there is no input to try it on yet"]
     lines = []

@@ -1,4 +1,4 @@
-"""``--until-drained``: when all input that was there has been committed."""
+"""``--until-drained``: recognises that all input that was there at the start has been committed."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ class DrainGoal:
 
     A mapper persists a token only when every row before it is committed by the reducer it was meant for, or is in the
     spill. So a partition is drained when its persisted token has reached the end that it had when draining began. If
-    the input cannot tell its end, a partition is drained when nothing can be read after the persisted token. All is
-    drained when nothing is spilled any more, either.
+    the input cannot tell its end, a partition is drained when nothing can be read after the persisted token. The
+    processor is drained when all partitions are and no spilled rows are left.
     """
 
     input: Input
+    """The input that is drained."""
     ends: Mapping[int, Token] | None
-    """Per partition; None if the input cannot tell."""
+    """The token at the end of each partition when draining began; None if the input cannot tell."""
     open_partitions: set[int] = field(default_factory=set)
+    """The partitions that are not drained yet."""
 
     def note(self, partition: int, token: Token | None) -> None:
-        """Takes in the persisted token of one partition; None if its mapper has never persisted one."""
+        """Notes the persisted token of one partition; None if its mapper has never persisted one."""
         if self.ends is not None:
             end = self.ends.get(partition)
-            # Without an end there is nothing in it: an input need not name partitions that are empty.
+            # A partition without an end is empty: an input need not name such partitions.
             done = end is None or self.input.reached(partition, token or START, end)
         else:
             done = token is not None and self.input.reached(partition, token, None)
@@ -43,14 +45,17 @@ class DrainGoal:
 
     @property
     def reached(self) -> bool:
+        """Whether all partitions are drained."""
         return not self.open_partitions
 
 
 def drain_goal(opened: Input, mapper_count: int) -> DrainGoal:
+    """The goal to drain the input as it is now."""
     return DrainGoal(opened, opened.ends(), set(range(mapper_count)))
 
 
-def look_whether_drained(goal: DrainGoal, spec: ProcessorSpec, client: StateClient) -> bool:
+def is_drained(goal: DrainGoal, spec: ProcessorSpec, client: StateClient) -> bool:
+    """Reads the persisted tokens and the spills, and returns whether the processor is drained."""
     tokens = {
         row["mapper_index"]: Token(row["continuation_token"])
         for row in client.scan(spec.mappers_table).read_all().to_pylist()
@@ -61,7 +66,7 @@ def look_whether_drained(goal: DrainGoal, spec: ProcessorSpec, client: StateClie
 
 
 def spilled_partitions(spec: ProcessorSpec, client: StateClient) -> list[tuple[str, int]]:
-    """(queue, reducer) of every spill that has rows left."""
+    """The spills that have rows left, as (queue, reducer)."""
     prefix = spill_queue(spec.processor, 0).rpartition("/")[0] + "/"
     names = [queue.name for queue in client.queues() if queue.name.startswith(prefix)]
     return [

@@ -2,11 +2,11 @@
 
     python -P -m shuffle.run.launch PARENT_PID MODULE [ARGUMENT …]
 
-A controller that is killed with ``kill -9`` cannot tell its children to stop, so the kernel is asked to. Asking is done
-in the child itself and not between fork and exec, where Python code could deadlock on a lock of some other thread.
+A controller that is killed with ``kill -9`` cannot stop its children, so each child has the kernel kill it (``prctl``).
+The child does that itself, and not between fork and exec, where Python code could deadlock on a lock of another thread.
 
-The working folder is not put on the path (``-P``): it is the user's, and a ``queue.py`` in it would be taken for
-Python's own. Where the user's modules are found is decided in one place, when the spec's classes are loaded.
+The working folder is not put on the path (``-P``): it is the user's, and a ``queue.py`` in it would be imported instead
+of Python's own. Where the user's modules are found is decided in ``shuffle.user_code.load``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+"""The option of Linux's ``prctl`` that sets the signal a process gets when its parent dies."""
 _POLL_S = 1.0
+"""Seconds between two checks whether the parent lives, where there is no ``prctl``."""
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -29,18 +31,18 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, in which a child finds this project where this process found it."""
-    places = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).resolve().parents[2])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(place for place in places if place)}
+    """This process's environment, extended so that a child imports this project from the same folder."""
+    folders = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).resolve().parents[2])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in folders if folder)}
 
 
 def die_with_parent(parent_pid: int) -> None:
     """Arranges for this process to be killed when its parent dies; ends at once if that has happened already."""
     try:
-        asked = ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
+        is_set = ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
     except (OSError, AttributeError):
-        asked = False
-    if not asked:  # Not Linux: look for ourselves.
+        is_set = False
+    if not is_set:  # Not Linux: a thread watches the parent.
         from shuffle.support.vital_threads import end_process, start_vital
 
         start_vital(lambda: _watch_parent(parent_pid), "watch-parent", end_process)

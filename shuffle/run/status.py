@@ -1,7 +1,7 @@
-"""What a streaming processor is doing: persisted positions, who is registered, and what the mappers say of themselves.
+"""The status of a streaming processor: persisted positions, registered workers, and the state that mappers report.
 
-``StatusCollector.collect`` takes one look. Persisted rows are read in one snapshot; what a mapper says of itself is
-asked over Flight (action ``status``), with a deadline, and may be missing when it is busy dying.
+``StatusCollector.collect`` collects it once. Persisted rows are read in one snapshot; the live state of a mapper is
+requested over Flight (action ``status``), with a deadline, and may be missing if the mapper is starting or dying.
 """
 
 from __future__ import annotations
@@ -27,32 +27,41 @@ from shuffle.support import flight
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient
 
-ASK_TIMEOUT_S = 2.0
-ASKED_AT_ONCE_MAX = 16
+STATUS_TIMEOUT_S = 2.0
+"""The most seconds that a mapper may take to respond."""
+REQUESTS_AT_ONCE_MAX = 16
+"""The most mappers whose status is requested at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class MapperStatus:
+    """The status of one mapper."""
+
     index: int
+    """The index of the mapper."""
     input_unread_row_index: int
-    """Persisted: what input rows before it became has been committed by all reducers, or is in the spill."""
+    """The persisted input index: all rows made of input rows before it have been committed, or are in the spill."""
     shuffle_unread_row_index: int
+    """The persisted shuffle index: all rows before it have been committed, or are in the spill."""
     instances: list[str] = field(default_factory=list)
-    """The guids registered for this index, the youngest first. More than one: a lease running out, or a twin."""
+    """The guids registered for this index, the youngest first. If there is more than one, a lease has not yet expired,
+    or there is a second instance."""
     address: str | None = None
+    """The address of the youngest instance; None if none is registered."""
     input_rows_left: int | None = None
-    """Rows in the input partition after the persisted place; None if the input cannot tell."""
+    """The number of rows in the input partition after the persisted position; None if the input cannot tell."""
     live: dict[str, Any] | None = None
-    """What the youngest instance says of itself; None if it did not answer."""
+    """The state that the youngest instance reports; None if it did not respond."""
 
     def number(self, name: str) -> int | None:
+        """The number ``name`` of the state that the mapper reports; None if there is none."""
         value = (self.live or {}).get(name)
         return value if isinstance(value, int) else None
 
     @property
     def done_rows(self) -> int:
-        """Input rows that are done with. Those before the persisted state whose rows wait in the spill are not: each
-        spilled row takes one off, which is exact where ``map`` makes one row, or none, of one."""
+        """The number of input rows that are done. Rows before the persisted state that are in the spill are not: each
+        spilled row is subtracted, which is exact where ``map`` makes at most one row of each input row."""
         buckets = (self.live or {}).get("buckets")
         spilled = [bucket.get("spilled_rows") for bucket in buckets] if isinstance(buckets, list) else []
         return max(0, self.input_unread_row_index - sum(rows for rows in spilled if isinstance(rows, int)))
@@ -60,51 +69,62 @@ class MapperStatus:
 
 @dataclass(frozen=True, slots=True)
 class ReducerStatus:
+    """The status of one reducer."""
+
     index: int
+    """The index of the reducer."""
     committed_row_indices: list[int]
-    """Persisted: per mapper the last shuffle index committed; -1 is none yet."""
+    """The persisted last shuffle index that the reducer has committed, for each mapper; -1 if none yet."""
     instances: list[str] = field(default_factory=list)
+    """The guids registered for this index."""
     pending_rows: int | None = None
-    """Rows that wait for this reducer in the windows and spills of mappers that answered; None if none did."""
+    """The number of rows for this reducer in the windows and spills of mappers that responded; None if none did."""
     spilled_rows: int = 0
-    """Of those, the ones in the spill."""
+    """The number of those rows that are in the spill."""
     spilled_bytes: int = 0
-    """Their bytes, uncompressed."""
+    """The bytes of the rows in the spill, uncompressed."""
     spilled_bytes_ever: int = 0
-    """Spilled for this reducer over the life of the processor: what the rate of spilling is made of."""
+    """The bytes spilled for this reducer over the life of the processor; the rate of spilling is computed from it."""
     spilled_since_ms: int | None = None
-    """Since when it has had rows in the spill of some mapper; wall clock."""
+    """The wall-clock time, in milliseconds, since when it has had rows in the spill of some mapper; None if it has
+    none."""
     is_straggler: bool = False
-    """Whether some mapper finds that it lags behind the others."""
+    """True if some mapper reports that the reducer lags behind the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessorStatus:
+    """The status of one streaming processor."""
+
     processor: str
+    """The name of the processor."""
     state: str
+    """The folder or the address of its state store."""
     mappers: list[MapperStatus]
+    """The mappers, by index."""
     reducers: list[ReducerStatus]
+    """The reducers, by index."""
     dead_letters: list[DeadLetterQueue] = field(default_factory=list)
-    """The queues of rows that were set aside, as far as there are any."""
+    """The dead-letter queues that exist."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
     def committed_rows(self) -> int:
-        """Input rows that are done with, over all mappers; moves at every trim."""
+        """The number of input rows that are done, over all mappers; it grows with every trim."""
         return sum(mapper.done_rows for mapper in self.mappers)
 
 
 class StatusCollector:
-    """Looks again and again, over connections that stay open."""
+    """Collects the status repeatedly, over connections that stay open."""
 
     def __init__(self, spec: ProcessorSpec, client: StateClient) -> None:
         self._spec = spec
         self._client = client
         self._input = open_input(spec, client)
         self._flights: dict[str, Any] = {}
-        self._pool = ThreadPoolExecutor(max_workers=ASKED_AT_ONCE_MAX, thread_name_prefix="status")
+        self._pool = ThreadPoolExecutor(max_workers=REQUESTS_AT_ONCE_MAX, thread_name_prefix="status")
 
     def __enter__(self) -> StatusCollector:
         return self
@@ -120,19 +140,19 @@ class StatusCollector:
         self._input.close()
 
     def collect(self) -> ProcessorStatus:
+        """The status now."""
         spec, client = self._spec, self._client
         mapper_rows, reducer_rows = self._persisted()
         registered = arrange_mappers(client.leases.members(mappers_group(spec.processor)))
         mapper_count = max(count_partitions(spec, self._input), *(index + 1 for index in mapper_rows), 1)
-        youngest = {int(index): found[0] for index, found in registered.items() if found and index < mapper_count}
-        live = dict(zip(youngest, self._pool.map(self._ask, youngest.values()), strict=True))
+        youngest = {int(index): listed[0] for index, listed in registered.items() if listed and index < mapper_count}
+        live = dict(zip(youngest, self._pool.map(self._request_status, youngest.values()), strict=True))
         self._forget(address.address for address in youngest.values())
         left = self._input.rows_left({index: Token(row["continuation_token"]) for index, row in mapper_rows.items()})
         mappers = []
         for index in range(mapper_count):
             row = mapper_rows.get(index, {})
-            known = [(int(i), found) for i, found in registered.items() if int(i) == index]
-            guids = [str(address.guid) for _, found in known for address in found]
+            guids = [str(address.guid) for i, listed in registered.items() if int(i) == index for address in listed]
             mappers.append(
                 MapperStatus(
                     index=index,
@@ -170,35 +190,35 @@ class StatusCollector:
         guids: dict[int, list[str]] = {}
         for member in self._client.leases.members(reducers_group(self._spec.processor)):
             guids.setdefault(int(member.attributes.get("index", "-1")), []).append(member.name)
-        answers = [answer for answer in live if answer is not None]
-        found = []
+        responses = [response for response in live if response is not None]
+        reducers = []
         for index in range(max(self._spec.reducer.count, *(index + 1 for index in rows), 1)):
             state = ReducerState.decode_any(rows[index]) if index in rows else ReducerState.initial(mapper_count)
             committed = [int(last) for last in state.committed_row_indices]
-            found.append(_reducer(index, committed, guids.get(index, []), answers))
-        return found
+            reducers.append(_reducer(index, committed, guids.get(index, []), responses))
+        return reducers
 
-    def _ask(self, mapper: MapperAddress) -> dict[str, Any] | None:
+    def _request_status(self, mapper: MapperAddress) -> dict[str, Any] | None:
         try:
             if mapper.address not in self._flights:
                 self._flights[mapper.address] = flight.connect(mapper.address)
             connection, guid = self._flights[mapper.address], mapper.guid.encode()
-            body = flight.do_action(connection, "status", guid, who=mapper.address, timeout_s=ASK_TIMEOUT_S)
-            answer = json.loads(body)
-            return answer if isinstance(answer, dict) else None
+            body = flight.do_action(connection, "status", guid, who=mapper.address, timeout_s=STATUS_TIMEOUT_S)
+            response = json.loads(body)
+            return response if isinstance(response, dict) else None
         except (ShuffleError, ValueError):
             return None
 
     def _forget(self, addresses: Iterable[str]) -> None:
-        """Closes connections to instances that are gone: each restart of a mapper has another address."""
-        wanted = set(addresses)
-        for address in [address for address in self._flights if address not in wanted]:
+        """Closes connections to other addresses, whose instances are gone: a restarted mapper has another address."""
+        current = set(addresses)
+        for address in [address for address in self._flights if address not in current]:
             self._flights.pop(address).close()
 
 
-def _reducer(index: int, committed: list[int], guids: list[str], answers: list[dict[str, Any]]) -> ReducerStatus:
-    """One reducer, with what all mappers that answered hold for it."""
-    buckets = [bucket for answer in answers if (bucket := _bucket(answer, index)) is not None]
+def _reducer(index: int, committed: list[int], guids: list[str], responses: list[dict[str, Any]]) -> ReducerStatus:
+    """The status of one reducer, with the rows that the mappers that responded hold for it."""
+    buckets = [bucket for response in responses if (bucket := _bucket(response, index)) is not None]
 
     def total(name: str) -> int:
         return sum(int(bucket.get(name) or 0) for bucket in buckets)
@@ -208,7 +228,7 @@ def _reducer(index: int, committed: list[int], guids: list[str], answers: list[d
         index,
         committed,
         guids,
-        pending_rows=total("rows") + total("spilled_rows") if answers else None,
+        pending_rows=total("rows") + total("spilled_rows") if responses else None,
         spilled_rows=total("spilled_rows"),
         spilled_bytes=total("spilled_bytes"),
         spilled_bytes_ever=total("spilled_bytes_ever"),
@@ -217,8 +237,8 @@ def _reducer(index: int, committed: list[int], guids: list[str], answers: list[d
     )
 
 
-def _bucket(answer: dict[str, Any], reducer_index: int) -> dict[str, Any] | None:
-    buckets = answer.get("buckets")
+def _bucket(response: dict[str, Any], reducer_index: int) -> dict[str, Any] | None:
+    buckets = response.get("buckets")
     if not isinstance(buckets, list) or reducer_index >= len(buckets):
         return None
     bucket = buckets[reducer_index]
@@ -226,6 +246,6 @@ def _bucket(answer: dict[str, Any], reducer_index: int) -> dict[str, Any] | None
 
 
 def collect(spec: ProcessorSpec, client: StateClient) -> ProcessorStatus:
-    """One look."""
+    """The status of a processor, collected once."""
     with StatusCollector(spec, client) as collector:
         return collector.collect()

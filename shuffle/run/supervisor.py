@@ -1,8 +1,8 @@
-"""Child processes that are started, watched, started again when they die, and stopped.
+"""Starts child processes, watches them, restarts those that die, and stops them.
 
-Only the processes this module has started are ever signalled. What they write to stderr goes to a file each, from
-which the reason of a death is read: a worker ends with exit code 3 for an exception in the user's code, 2 for a wrong
-spec, and prints ``error: …`` last.
+Only processes that this module has started are ever signalled. The output of each goes to a log file, from which the
+reason of its death is read: a worker ends with exit code 3 for an exception in the user's code, 2 for a wrong spec, and
+prints ``error: …`` last.
 """
 
 from __future__ import annotations
@@ -22,32 +22,38 @@ from shuffle.support.logs import get_logger
 from shuffle.support.retry import doubled_s
 
 LOG_BYTES_MAX = 16 * MIB
-"""Of one worker's log; beyond it the file is set aside (one such file is kept) and begun again."""
+"""The most bytes of one worker's log. A longer file is copied to another (one such copy is kept) and begun again."""
 TAIL_BYTES = 64 * KIB
+"""The bytes at the end of a log in which the reason of a death is looked for."""
 ERROR_CHARS_MAX = 2_000
+"""The most characters of the reason of a death that are kept."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """When a child that died is started again: at once the first time, then after waits that double.
+    """Decides when a child that died is started again: at once the first time, then after waits that double.
 
-    Plain arithmetic on the times it is given; a child that ran for ``healthy_s`` starts with a clean record.
+    It reads no clock, and computes only with the times it is given. A death after ``healthy_s`` seconds of running
+    counts as the first one again.
     """
 
     delay_s_min: float = 0.2
+    """The seconds to wait after the second death in a row; the wait doubles with each further one."""
     delay_s_max: float = 10.0
+    """The longest wait, in seconds."""
     healthy_s: float = 20.0
+    """The seconds of running after which a child counts as healthy."""
     keeps_dying_after: int = 3
-    """Deaths in a row, none of them after a healthy run, from which it is a case for people."""
+    """The number of deaths in a row, none of them after a healthy run, from which restarts are not expected to help."""
     deaths: int = 0
-    """In a row."""
+    """The number of deaths in a row so far."""
     restarts: int = 0
-    """Ever."""
+    """The number of restarts since the beginning of the run."""
 
     def died(self, ran_s: float) -> float:
-        """Notes a death after ``ran_s`` seconds of running; the seconds to wait before the next start."""
+        """Notes a death after ``ran_s`` seconds of running; returns the seconds to wait before the next start."""
         self.deaths = 1 if ran_s >= self.healthy_s else self.deaths + 1
         self.restarts += 1
         if self.deaths == 1:
@@ -64,21 +70,30 @@ class Child:
     """One process that is to be kept running."""
 
     name: str
-    """``mapper 0``, ``mapper 0-3``, ``reducer 1``, ``statestore``."""
+    """The name of the process, for people: ``mapper 0``, ``mapper 0-3``, ``reducer 1``, ``statestore``."""
     module: str
+    """The Python module that the process runs."""
     arguments: Callable[[], Sequence[str]]
-    """Asked at each start: a restarted store, for one, must come back under its old address."""
+    """A function that returns the arguments of the process. It is called at each start, since a restarted store, for
+    example, must have its old address again."""
     log_path: Path
+    """The file to which the process writes its output."""
     policy: RestartPolicy = field(default_factory=RestartPolicy)
+    """The policy for restarts of this process."""
     workers: Sequence[str] = ()
     """The names of the workers in it, if it has any: ``mapper 0``, ``mapper 1``."""
     process: subprocess.Popen[bytes] | None = None
+    """The process; None while it is not running."""
     started_s: float = 0.0
+    """The monotonic time of the last start, in seconds."""
     log_begin: int = 0
-    """Where in its log this run of the child begins."""
+    """The offset in the log at which the output of the current process begins."""
     next_start_s: float = 0.0
+    """The monotonic time, in seconds, from which a process that died is started again."""
     last_error: str | None = None
+    """The reason of the last death; None if it has not died."""
     last_code: int | None = None
+    """The exit code of the last death; None if it has not died."""
 
     @property
     def running(self) -> bool:
@@ -92,8 +107,8 @@ class Child:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log:
             self.log_begin = log.tell()
-            # A process group of its own: Ctrl-C in the terminal reaches the controller alone, which then stops all in
-            # their order.
+            # A process group of its own: Ctrl-C in the terminal reaches only the controller, which then stops all
+            # processes in their order.
             self.process = subprocess.Popen(
                 launch.command(self.module, *self.arguments()),
                 stdin=subprocess.DEVNULL,
@@ -106,7 +121,7 @@ class Child:
         _log.info("started", child=self.name, pid=self.process.pid)
 
     def reap(self, now_s: float) -> bool:
-        """Notes it if the child has died; whether it has, just now."""
+        """Notes the death of the child, if it has died since the last call, and returns whether it has."""
         if self.process is None or self.process.poll() is None:
             return False
         code = self.process.returncode
@@ -115,7 +130,7 @@ class Child:
         self.last_error = self._reason(code)
         delay_s = self.policy.died(now_s - self.started_s)
         self.next_start_s = now_s + delay_s
-        # The controller says so to people, on its screen or in a line.
+        # The controller reports it to people, on its screen or in a line.
         _log.info("died", child=self.name, reason=self.last_error, restart_in_s=delay_s)
         return True
 
@@ -124,7 +139,7 @@ class Child:
             self.process.send_signal(number)
 
     def trim_log(self) -> None:
-        """Sets the log aside when it is too long. The child appends, so it goes on at the new end."""
+        """Copies and truncates the log when it is too long. The child appends, so it goes on at the new end."""
         try:
             if self.log_path.stat().st_size > LOG_BYTES_MAX:
                 shutil.copyfile(self.log_path, self.log_path.with_suffix(".old.log"))
@@ -166,7 +181,7 @@ class Supervisor:
         return child
 
     def tick(self, now_s: float) -> list[Child]:
-        """Starts again what is due; the children that have died since the last tick."""
+        """Starts again the children that are due; returns those that have died since the last tick."""
         died = [child for child in self.children if child.reap(now_s)]
         for child in self.children:
             if child.process is None and child.next_start_s <= now_s:
@@ -180,11 +195,11 @@ class Supervisor:
         return [child for child in self.children if child.policy.keeps_dying]
 
     def stop(self, children: Iterable[Child]) -> None:
-        """SIGTERM to all, and SIGKILL to what is still there when the time is up."""
+        """Sends SIGTERM to these children, and SIGKILL to those that still run after the time limit."""
         stopping = [child for child in children if child.running]
         for child in stopping:
             child.send(signal.SIGTERM)
-            child.send(signal.SIGCONT)  # A stopped process would take no notice of the first.
+            child.send(signal.SIGCONT)  # A stopped process handles SIGTERM only once it continues.
         deadline_s = time.monotonic() + self._stop_s_max
         for child in stopping:
             assert child.process is not None
@@ -197,7 +212,7 @@ class Supervisor:
         self.children = [child for child in self.children if child not in stopping]
 
     def kill(self) -> None:
-        """SIGKILL to all, at once: the way out when somebody insists."""
+        """Sends SIGKILL to all children at once, after a second Ctrl-C or an error."""
         for child in self.children:
             child.send(signal.SIGKILL)
         for child in self.children:

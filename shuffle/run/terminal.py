@@ -1,4 +1,4 @@
-"""What people see while a processor runs: one table on a terminal, a line now and then otherwise."""
+"""The output for people while a processor runs: tables on a terminal, otherwise a line of progress at intervals."""
 
 from __future__ import annotations
 
@@ -14,28 +14,32 @@ from rich.table import Table
 from rich.text import Text
 
 from shuffle.errors import StoreUnavailable
-from shuffle.run.dead_letters import count_words
+from shuffle.run.dead_letters import dead_letter_summary
 from shuffle.run.status import MapperStatus, ProcessorStatus, ReducerStatus
 from shuffle.support.units import rough_size
 
 RATE_WINDOW_S = 5.0
-"""Rates are means over this long: shorter flickers with every trim, longer hides a stall."""
+"""The seconds over which rates are averaged: a shorter time flickers with every trim, a longer one hides a stall."""
 LOOKS_MAX = 64
+"""The most samples that are kept for the rates."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildView:
-    """What the screen shows of one process of the controller. Workers of one process have the same."""
+    """The part of a child process that the screen shows. All workers of one process have the same."""
 
     running: bool
+    """True while the process runs."""
     restarts: int
+    """The number of its restarts since the beginning of the run."""
     last_error: str | None
+    """The reason of its last death; None if it has not died."""
     process: str = ""
     """The name of the process, if it is not that of the worker."""
 
 
 class Rates:
-    """Rows per second out of positions that are given with their times."""
+    """Computes rows per second from positions at known times."""
 
     def __init__(self) -> None:
         self._looks: deque[tuple[float, dict[str, int]]] = deque(maxlen=LOOKS_MAX)
@@ -51,8 +55,8 @@ class Rates:
             self._looks.popleft()
 
     def of(self, name: str) -> float | None:
-        """Rows a second of ``mapper I`` (rows read), ``reducer I`` (shuffle indexes passed) or ``total``; bytes a
-        second of ``spill I`` (spilled for that reducer)."""
+        """The rows per second of ``mapper I`` (rows read), ``reducer I`` (shuffle indexes passed) or ``total``, or the
+        bytes per second of ``spill I`` (spilled for that reducer); None if it is not known yet."""
         if len(self._looks) < 2:
             return None
         (begin_s, first), (end_s, last) = self._looks[0], self._looks[-1]
@@ -69,13 +73,13 @@ def _read_position(mapper: MapperStatus) -> int:
 def render(
     status: ProcessorStatus, rates: Rates, children: Mapping[str, ChildView] | None = None, note: str = ""
 ) -> RenderableType:
-    """The screen for one look. ``children`` is known to the controller only."""
+    """The screen for one status. Only the controller knows ``children``."""
     children = children or {}
     title = Text.assemble(("streaming processor ", "dim"), (status.processor, "bold"), (f"  {note}", "dim"))
     parts: list[RenderableType] = [title, _mappers(status, rates, children), _reducers(status, rates, children)]
-    if words := count_words(status.dead_letters):
+    if words := dead_letter_summary(status.dead_letters):
         parts.append(Text(f"{words}; `shuffle dead-letters SPEC show` prints them", style="yellow"))
-    # Each process once, however many workers it has.
+    # The error of a process is shown once, however many workers it has.
     errors = {view.process or name: view.last_error for name, view in children.items() if view.last_error}
     parts += [Text(f"{name}: {error}", style="red") for name, error in list(errors.items())[-4:]]
     return Group(*parts)
@@ -109,7 +113,7 @@ def _mappers(status: ProcessorStatus, rates: Rates, children: Mapping[str, Child
 
 
 def _restarts(name: str, children: Mapping[str, ChildView]) -> list[str]:
-    """The column for it, which only those have who started the processes."""
+    """The cell of the column "restarts", which exists only where the child processes are known."""
     if not children:
         return []
     return [str(children[name].restarts) if name in children else ""]
@@ -144,7 +148,7 @@ def _state(instances: list[str], child: ChildView | None, answered: bool = True)
 
 def _reducer_state(reducer: ReducerStatus, name: str, children: Mapping[str, ChildView]) -> Text:
     if children and name not in children and not reducer.instances:
-        return Text("elsewhere", style="dim")  # Mappers only: Spark runs the reducers, and tells nobody.
+        return Text("elsewhere", style="dim")  # With mappers only: Spark runs the reducers, and they hold no leases.
     return _state(reducer.instances, children.get(name))
 
 
@@ -153,7 +157,7 @@ def _spill_rate(value: float | None) -> str:
 
 
 def _lag(reducer: ReducerStatus) -> Text:
-    """Whether it lags behind the others, and since when."""
+    """A note if the reducer lags behind the others, and since when."""
     if reducer.spilled_since_ms is not None:
         minutes = max(0.0, time.time() - reducer.spilled_since_ms / 1000) / 60
         return Text(f"lags, spilled for {minutes:,.1f} min", style="yellow")
@@ -161,7 +165,7 @@ def _lag(reducer: ReducerStatus) -> Text:
 
 
 def progress_line(status: ProcessorStatus, rates: Rates, restarts: int | None, reducers: bool = True) -> str:
-    """The same in one line, for logs and pipes. Without ``reducers``, those are somebody else's and not counted."""
+    """The status in one line, for logs and pipes. Without ``reducers``, those run elsewhere and are not counted."""
     window_bytes = sum(mapper.number("window_bytes") or 0 for mapper in status.mappers)
     lags = [mapper.number("read_lag_rows") for mapper in status.mappers]
     lag = sum(lag for lag in lags if lag is not None) if any(lag is not None for lag in lags) else None
@@ -187,7 +191,7 @@ def _spill_words(status: ProcessorStatus) -> str:
 
 
 def _dead_letter_words(status: ProcessorStatus) -> str:
-    words = count_words(status.dead_letters)
+    words = dead_letter_summary(status.dead_letters)
     return f", {words}" if words else ""
 
 
@@ -195,11 +199,11 @@ def print_status(status: ProcessorStatus, console: Console | None = None) -> Non
     (console or Console()).print(render(status, Rates()))
 
 
-def show_again_and_again(
+def show_repeatedly(
     look: Callable[[], ProcessorStatus], interval_s: float, count: int | None, console: Console | None = None
 ) -> None:
-    """``shuffle top``: a screen that is drawn anew, or lines where there is no terminal. A store that is away for a
-    while is waited for."""
+    """``shuffle top``: updates a screen, or prints lines where there is no terminal. While the store cannot be reached,
+    the error is shown instead."""
     console = console or Console()
     rates = Rates()
     shown = 0

@@ -1,7 +1,7 @@
-"""A spec: what one streaming processor is made of, as frozen objects, and its reading from YAML.
+"""A spec: the definition of one streaming processor, as frozen objects, and its loading from YAML.
 
-``load_spec`` reads a file and names every mistake in it at once, each with its line; nothing has been started or
-touched by then. What can only be known by asking the store (does the queue exist, does the state fit) is asked in
+``load_spec`` reads a file and reports every mistake in it at once, each with its line; nothing has been started or
+changed by then. Whatever needs the store (does the queue exist, does the state fit) is checked in
 ``shuffle.preflight``.
 
 A key that takes a time or a size may be written in two ways: with its unit in the name and a plain number
@@ -26,7 +26,7 @@ from shuffle.limits import (
     TRANSACTION_BYTES_MAX,
     TRANSACTION_ROWS_MAX,
     WAIT_MS_MAX,
-    WORKER_ANSWER_S_MAX,
+    WORKER_RESPONSE_S_MAX,
 )
 from shuffle.spec.index_sets import PER_PROCESS_MAX
 from shuffle.spec.inputs import InputSpec
@@ -38,7 +38,8 @@ OnError = Literal["stop", "dead_letter"]
 Compression = Literal["none", "lz4", "zstd"]
 
 REDUCERS_MAX = 4096
-"""One bucket per reducer in every mapper, and one connection per pair: beyond this the pairs are the bottleneck."""
+"""The most reducers of a processor. There is one bucket per reducer in every mapper, and one connection per pair: above
+this number the pairs are the bottleneck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +51,22 @@ class MapperSpec:
     config: Mapping[str, Any] = field(default_factory=dict)
     """Your own part of the spec: any names and values, which the class finds in ``self.config``. Default: empty."""
     memory_bytes: int = 256 * MIB
-    """Bytes of mapped rows that the windows of one mapper process may hold, an equal share for each of its mappers;
-    above it reading stops. YAML key: ``memory``. Default: 256 MiB."""
+    """The most bytes of mapped rows that the windows of one mapper process may hold, in equal shares for its mappers;
+    above that, reading stops. YAML key: ``memory``. Default: 256 MiB."""
     batch_rows_max: int = 100_000
-    """The most rows in one read, and so in one call of ``map``. Default: 100,000."""
+    """The most rows in one read, and thus in one call of ``map``. Default: 100,000."""
     batch_bytes_max: int = 16 * MIB
     """The most bytes in one read; a single row may have more. Default: 16 MiB."""
     read_wait_ms: int = 1_000
-    """Milliseconds a read waits for rows when there are none. Default: 1,000."""
+    """Milliseconds that a read waits for rows when there are none. Default: 1,000."""
     trim_period_ms: int = 1_000
     """Milliseconds between two writes of the mapper's state, each followed by a trim of the input. Default: 1,000."""
     split_brain_delay_ms: int = 1_000
     """Milliseconds that a mapper waits before it starts again, once it has noticed another instance of itself.
     Default: 1,000."""
     on_error: OnError = "stop"
-    """What happens after an exception in ``map``: ``stop`` reports it and ends the mapper; ``dead_letter`` sets the
-    rows aside that cause it, and goes on. Default: stop."""
+    """The reaction to an exception in ``map``: ``stop`` reports it and ends the mapper; ``dead_letter`` sets the rows
+    aside that cause it, and goes on. Default: stop."""
     dead_letter_queue: str | None = None
     """The queue for rows that are set aside, with ``on_error: dead_letter``. Default:
     ``<processor>/mapper_dead_letters``."""
@@ -73,11 +74,11 @@ class MapperSpec:
     """The ``host:port`` on which a mapper serves reducers; port 0 is any free one. Default: 127.0.0.1:0."""
     advertise: str | None = None
     """The ``host``, or ``host:port``, under which reducers reach a mapper, if that is not where it listens: in a
-    container, or on a machine with several networks. A mapper that is a task of Spark finds its own. Default: as it
-    listens, with the name of the machine in the place of 0.0.0.0."""
+    container, or on a machine with several networks. A mapper that is a task of Spark determines it by itself. Default:
+    the address on which it listens, with the name of the machine instead of 0.0.0.0."""
     per_process: int = 1
-    """How many mappers one process hosts. They share its memory limit and its interpreter, and what ends one of them
-    ends them all. Default: 1."""
+    """The number of mappers in one process. They share its memory limit and its interpreter, and whatever ends one of
+    them ends all of them. Default: 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,28 +88,27 @@ class ReducerSpec:
     class_name: str
     """Your subclass of ``Reducer``, as ``module:Class``. YAML key: ``class``."""
     count: int
-    """How many reducers there are. It cannot be changed over existing state."""
+    """The number of reducers. It cannot be changed over existing state."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Your own part of the spec: any names and values, which the class finds in ``self.config``. Default: empty."""
     fetch_rows_max: int = 100_000
-    """The most rows in one answer of one mapper. Default: 100,000."""
+    """The most rows in one response of one mapper. Default: 100,000."""
     fetch_bytes_max: int = 16 * MIB
-    """The most bytes in one answer of one mapper. Default: 16 MiB."""
+    """The most bytes in one response of one mapper. Default: 16 MiB."""
     fetch_wait_ms: int = 500
-    """Milliseconds a mapper holds a request when it has no rows for it. Default: 500."""
+    """Milliseconds that a mapper holds a request when it has no rows for it. Default: 500."""
     share_memory: bool = True
-    """Whether rows of mappers on the same machine are taken from memory that both see, and not from a socket.
-    Default: true."""
+    """True to read rows of mappers on the same machine from shared memory, and not from a socket. Default: true."""
     batch_rows_max: int = 2_000_000
     """The most rows given to ``reduce`` at once, from all mappers. Default: 2,000,000."""
     batch_bytes_max: int = 64 * MIB
     """The most bytes given to ``reduce`` at once, from all mappers. Default: 64 MiB."""
     backoff_ms: int = 50
-    """Milliseconds before the first retry of something that failed; the wait doubles with each. Default: 50."""
+    """Milliseconds before the first retry after a failure; the wait doubles with each retry. Default: 50."""
     backoff_ms_max: int = 5_000
     """The longest wait between retries, in milliseconds. Default: 5,000."""
     on_error: OnError = "stop"
-    """What happens after an exception in ``reduce``: ``stop`` reports it and ends the reducer; ``dead_letter`` sets the
+    """The reaction to an exception in ``reduce``: ``stop`` reports it and ends the reducer; ``dead_letter`` sets the
     rows aside that cause it, and goes on. Default: stop."""
     dead_letter_queue: str | None = None
     """The queue for rows that are set aside, with ``on_error: dead_letter``. Default:
@@ -123,18 +123,17 @@ class SpillSpec:
     """
 
     enabled: bool = True
-    """Whether rows are spilled at all. With ``false``, a window that a reducer fills stops the reading; what is spilled
-    already is still served. Default: true."""
+    """True to spill rows of reducers that lag behind. With ``false``, the mapper stops reading when a slow reducer has
+    filled its window; rows that are spilled already are still served. Default: true."""
     reducers_done_share: float = 0.5
     """A reducer is late when at least this share of the reducers is ahead of it. Default: 0.5."""
     age_ms: int = 2_000
-    """A late reducer is a straggler when it has not come to where the others were this many milliseconds ago.
-    Default: 2,000."""
+    """A late reducer is a straggler when it has not reached the position where the others were this many milliseconds
+    ago. Default: 2,000."""
     memory_share: float = 0.5
-    """Rows of stragglers are spilled while the window weighs more than this share of ``mapper.memory``. Default:
-    0.5."""
+    """Rows of stragglers are spilled while the window holds more than this share of ``mapper.memory``. Default: 0.5."""
     compression: Compression = "lz4"
-    """How spilled rows are compressed. Default: lz4."""
+    """The compression of spilled rows. Default: lz4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,41 +143,42 @@ class ProcessorSpec:
     processor: str
     """The name of the processor, which is the prefix of its tables and lease groups."""
     state: str
-    """Where the state store is: a folder, relative to that of the spec, or ``grpc://host:port`` of a daemon that
-    runs."""
+    """The location of the state store: a folder, relative to that of the spec, or ``grpc://host:port`` of a running
+    daemon."""
     input: InputSpec
-    """Where the rows come from."""
+    """The input from which the mappers read rows."""
     mapper: MapperSpec
-    """How a mapper reads, maps and keeps rows."""
+    """The settings of the mappers: how they read, map and keep rows."""
     reducer: ReducerSpec
-    """How a reducer fetches, reduces and commits."""
+    """The settings of the reducers: how they fetch, reduce and commit."""
     spill: SpillSpec = field(default_factory=SpillSpec)
-    """What is done about reducers that lag behind."""
+    """The settings for reducers that lag behind."""
     max_parallelism: int = KEY_GROUPS_DEFAULT
-    """How many key groups there are. Reducers own contiguous ranges of them, so there can never be more reducers, and
-    it cannot be changed over existing state. Default: 4,096."""
+    """The number of key groups. Reducers own contiguous ranges of them, so there can never be more reducers, and it
+    cannot be changed over existing state. Default: 4,096."""
     lease_ttl_ms: int = 5_000
-    """Milliseconds after which a worker that is not heard of is no longer listed. Default: 5,000."""
+    """Milliseconds after which a worker that has not renewed its lease is no longer listed. Default: 5,000."""
     metrics: bool | int = True
-    """Whether each worker serves Prometheus metrics over HTTP: ``false`` is not at all, ``true`` on any free port, and
-    a number is the first port of a range in which reducers come before mappers, of which a process with several takes
-    the port of its first; a store that ``shuffle run`` starts has the port before the range. Default: true."""
+    """The port on which each worker serves Prometheus metrics over HTTP: ``true`` is any free port, and with ``false``
+    they are not served. A number is the first port of a range in which the reducers come before the mappers; a process
+    with several mappers takes the port of its first one, and a store that ``shuffle run`` starts the port before the
+    range. Default: true."""
     path: Path = Path("<none>")
-    """The file this was read from."""
+    """The file from which the spec was read."""
     lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
-    """The line of each key in that file, by its place (``mapper.class``)."""
+    """The line of each key in that file, by the path of the key (``mapper.class``)."""
 
-    def at(self, place: str) -> str:
-        """How a mistake at ``place`` begins: file, line and place."""
-        nearest = place
+    def at(self, key_path: str) -> str:
+        """The beginning of a message about the key ``key_path``: file, line and key."""
+        nearest = key_path
         while nearest and nearest not in self.lines:
             nearest = nearest.rpartition(".")[0]
         line = self.lines.get(nearest)
-        return f"{self.path}:{line}: {place}" if line else f"{self.path}: {place}"
+        return f"{self.path}:{line}: {key_path}" if line else f"{self.path}: {key_path}"
 
     @property
     def state_folder(self) -> Path | None:
-        """The folder of the embedded store, or None when a store elsewhere is used."""
+        """The folder of the embedded store; None if ``state`` is the address of a store elsewhere."""
         return state_folder(self.state)
 
     @property
@@ -198,32 +198,33 @@ class ProcessorSpec:
         return tables.meta_table(self.processor)
 
     def dead_letter_queue(self, role: Literal["mapper", "reducer"]) -> str:
-        """Where the rows go that this role sets aside, if it does."""
+        """The name of the queue for rows that this role sets aside, if it does so."""
         named = self.mapper.dead_letter_queue if role == "mapper" else self.reducer.dead_letter_queue
         return named or tables.dead_letter_queue(self.processor, role)
 
     def metrics_port(self, role: Literal["mapper", "reducer"], index: int) -> int | None:
-        """The port a worker serves its metrics on: None for not at all, 0 for any."""
+        """The port on which a worker serves its metrics: 0 for any free one, None if it serves none."""
         if isinstance(self.metrics, bool):
             return 0 if self.metrics else None
         return self.metrics + index + (self.reducer.count if role == "mapper" else 0)
 
     def store_metrics_port(self) -> int | None:
-        """The port that a store started for this processor serves its metrics on: None for not at all, 0 for any."""
+        """The port on which a store that is started for this processor serves its metrics: 0 for any free one, None if
+        it serves none."""
         if isinstance(self.metrics, bool):
             return 0 if self.metrics else None
         return self.metrics - 1
 
     def open_state(self) -> StateClient:
-        """A client of this processor's store; for a folder that a daemon serves, of that daemon."""
+        """A client of this processor's store. If a daemon serves the folder, the client connects to that daemon."""
         from shuffle.statestore import StateClient
 
-        return StateClient.open(self.state, timeout_s=WORKER_ANSWER_S_MAX)
+        return StateClient.open(self.state, timeout_s=WORKER_RESPONSE_S_MAX)
 
 
 def state_folder(state: str) -> Path | None:
     """The folder that ``state`` names, or None when it is the address of a store elsewhere."""
-    if ":" not in state:  # Almost every folder, and known without importing the store.
+    if ":" not in state:  # It is a folder, which is known without importing the store.
         return Path(state)
     from shuffle.statestore.client.open_store import folder_of
 
@@ -231,7 +232,7 @@ def state_folder(state: str) -> Path | None:
 
 
 def relation_mistakes(spec: ProcessorSpec) -> list[tuple[str, str]]:
-    """What is wrong between fields that are each fine alone, as (place, what is wrong)."""
+    """The mistakes between fields that are each valid alone, as (path of the key, what is wrong)."""
     mapper, reducer = spec.mapper, spec.reducer
     checks = [
         (
@@ -273,7 +274,7 @@ def relation_mistakes(spec: ProcessorSpec) -> list[tuple[str, str]]:
             "is also a dead letter queue: rows set aside would be read again for ever",
         ),
     ]
-    return [(place, what) for fine, place, what in checks if not fine]
+    return [(key_path, what) for is_valid, key_path, what in checks if not is_valid]
 
 
 RANGES: dict[str, tuple[int, int]] = {
@@ -296,14 +297,14 @@ RANGES: dict[str, tuple[int, int]] = {
     "lease_ttl_ms": (300, 600_000),
     "age_ms": (1, 86_400_000),
 }
-"""The least and the most of each number. Above the most it is a slip of the pen, not a wish."""
+"""The smallest and the largest value of each number, by its field. A number beyond them is a mistake in the spec."""
 
 
 def load_spec(path: str | os.PathLike[str]) -> ProcessorSpec:
-    """The spec in ``path``, or one ``SpecError`` that names every mistake with its place.
+    """The spec in ``path``. Raises one ``SpecError`` that names every mistake with its line and key.
 
-    The environment's ``SHUFFLE_STATE``, which is an address, takes the place of ``state``: so a controller tells its
-    workers where the store is that it has started.
+    The address in the environment variable ``SHUFFLE_STATE``, if it is set, replaces ``state``: a controller passes the
+    address of the store that it has started to its workers in this way.
     """
     from shuffle.spec.spec_file import parse_spec
 

@@ -1,4 +1,4 @@
-"""Which mappers one process hosts: sets of indexes, and their text on a command line (``0,1,2`` or ``0-2``)."""
+"""The mappers that one process hosts: sets of indexes, and their text on a command line (``0,1,2`` or ``0-2``)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from shuffle.errors import BadInput
 
 PER_PROCESS_MAX = 64
-"""Mapper instances in one process. Each has three threads of its own, and they take turns in one interpreter."""
+"""The most mappers in one process. Each has three threads of its own, and they take turns in one interpreter."""
 
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def parse_indexes(text: str) -> list[int]:
     """The indexes that ``text`` names, in their order: ``3``, ``0,2,5``, ``0-3``, or several of these with commas."""
-    found: list[int] = []
+    indexes: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None:
@@ -24,21 +24,21 @@ def parse_indexes(text: str) -> list[int]:
         last = first if match[2] is None else int(match[2])
         if last < first:
             raise BadInput(f"{part.strip()!r} is a range that ends before it begins: write it as {last}-{first}")
-        if last - first >= PER_PROCESS_MAX or len(found) + last - first >= PER_PROCESS_MAX:
+        if last - first >= PER_PROCESS_MAX or len(indexes) + last - first >= PER_PROCESS_MAX:
             raise BadInput(f"{text!r} are more than {PER_PROCESS_MAX} mappers: start more processes with fewer each")
-        found += range(first, last + 1)
-    if len(set(found)) < len(found):
+        indexes += range(first, last + 1)
+    if len(set(indexes)) < len(indexes):
         raise BadInput(f"{text!r} names a mapper twice")
-    return found
+    return indexes
 
 
 def indexes_text(indexes: Sequence[int]) -> str:
-    """What ``parse_indexes`` reads: a range where it is one."""
+    """The text that ``parse_indexes`` reads as ``indexes``: a range if they are contiguous."""
     if len(indexes) > 1 and list(indexes) == list(range(indexes[0], indexes[0] + len(indexes))):
         return f"{indexes[0]}-{indexes[-1]}"
     return ",".join(str(index) for index in indexes)
 
 
 def share_out(count: int, per_process: int) -> list[range]:
-    """The indexes from 0 to ``count``, for as few processes as can host them with ``per_process`` in each."""
+    """The indexes below ``count``, shared out to as few processes as possible with at most ``per_process`` in each."""
     return [range(begin, min(begin + per_process, count)) for begin in range(0, count, per_process)]

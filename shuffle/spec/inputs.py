@@ -2,8 +2,8 @@
 
 A kind is one entry of ``KINDS``: the key that names it in the spec, the class that holds its keys, how their values are
 read, and the class that implements it. The implementation is named by its path and loaded when it is used, since it
-lies in a layer above, and may bring a large library with it. Everything that a kind can *do* is in the implementation
-(``shuffle.mapper.reader.Input``); only what can be told from the spec alone is here.
+lies in a layer above, and may import a large library. Everything that a kind can *do* is in the implementation
+(``shuffle.mapper.reader.Input``); only what follows from the spec alone is here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, ClassVar, Literal
 
 Start = Literal["beginning", "earliest_available"]
 Value = Literal["queue name", "folder", "class"] | tuple[str, ...]
-"""What a key takes: one of the kinds of value that ``spec_file`` can read, or one of several words."""
+"""The values that a key takes: one of the kinds of value that ``spec_file`` can read, or one of several words."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """Where the rows come from. Each kind of input has a subclass of its own."""
+    """The input from which the mappers read rows. Each kind of input has a subclass of its own."""
 
     kind: ClassVar[str]
     """The key of the spec that names the kind."""
@@ -31,7 +31,7 @@ class InputSpec:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What the implementation is created with: the keys of the spec and their values."""
+        """The keys of the spec and their values, with which the implementation is created."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
@@ -42,11 +42,11 @@ class QueueInputSpec(InputSpec):
     kind: ClassVar[str] = "queue"
 
     queue: str
-    """A queue of the state store. There is one mapper for each of its partitions, and what it has processed is
-    trimmed."""
+    """The name of a queue of the state store. There is one mapper for each of its partitions, and rows that were
+    processed are trimmed."""
     start: Start = "beginning"
-    """Where a processor without state begins in a queue: at its ``beginning``, which is refused if rows of it were
-    trimmed; or at the ``earliest_available`` row, whatever came before it. Default: beginning."""
+    """The row of a queue at which a processor without state begins: at the ``beginning``, which is refused if rows were
+    trimmed already; or at the ``earliest_available`` row, whatever was trimmed before it. Default: beginning."""
 
     @property
     def consumes(self) -> str | None:
@@ -63,7 +63,7 @@ class FolderInputSpec(InputSpec):
     """A folder of files, relative to that of the spec. There is one mapper for each of its sub-folders, in the order of
     their names."""
     format: str | None = None
-    """What the files of ``folder`` are. Default: by the ending of their names."""
+    """The format of the files of ``folder``. Default: by the ending of their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class ClassInputSpec(InputSpec):
     """Your subclass of ``Input``, as ``module:Class``. All other keys beside it are options of that class, which finds
     them in ``self.config``. YAML key: ``class``."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The other keys and their values."""
+    """The keys of the section other than ``class``, and their values."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -88,13 +88,13 @@ class InputKind:
     """One kind of input."""
 
     spec: type[InputSpec]
-    """The description; its first field is the key that names the kind."""
+    """The class that holds the keys of this kind; its first field is the key that names the kind."""
     implementation: str | None
     """The subclass of ``Input``, as ``module:Class``; None if the spec names it."""
     values: Mapping[str, Value]
-    """What each key of this kind takes, by the name of the field."""
+    """The values that each key of this kind takes, by the name of the field."""
     elsewhere: Mapping[str, str] = field(default_factory=dict)
-    """What is said of an option of this kind that is given for another one."""
+    """The error texts for options of this kind that are given for another kind, by the name of the option."""
 
 
 KINDS: dict[str, InputKind] = {
@@ -112,23 +112,24 @@ KINDS: dict[str, InputKind] = {
     ),
     "class": InputKind(ClassInputSpec, None, {"class_name": "class"}),
 }
-"""By the key that names each in the spec."""
+"""The kinds of input, by the key that names each in the spec."""
 
 
 def kinds_in_words() -> str:
+    """The kinds of input as part of a sentence: ``queue, folder or class``."""
     names = list(KINDS)
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def input_described_as(text: str) -> InputSpec | None:
-    """The built-in input that calls itself ``text``, as ``Input.describe`` does; None if it is none of them.
+    """The built-in input that ``Input.describe`` describes as ``text``; None if there is none.
 
-    This is how the input of a processor is known to those who have only its state and not its spec.
+    Code that has only the state of a processor and not its spec finds the input of the processor in this way.
     """
     name, _, rest = text.partition(" ")
     kind = KINDS.get(name)
     if kind is None or kind.implementation is None or not rest:
         return None
-    make: Any = kind.spec
-    made: InputSpec = make(rest)
-    return made
+    spec_class: Any = kind.spec
+    spec: InputSpec = spec_class(rest)
+    return spec

@@ -1,4 +1,4 @@
-"""Reads a spec file: YAML with the line of everything, so that every mistake can be named with its place."""
+"""Reads a spec file: YAML with the line of every key, so that every mistake can be named with its line and key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _CLASS_NAME = re.compile(r"[A-Za-z_][\w]*(\.[A-Za-z_][\w]*)*:[A-Za-z_][\w]*(\.[A-Za-z_][\w]*)*")
 
 Reader = Callable[["_File", str, Node], Any]
-"""Reads one value; returns None after noting a mistake."""
+"""A function that reads one value; it gets the path of the key (``mapper.class``), and returns None after noting a
+mistake."""
 
 
 class _File:
@@ -38,15 +39,15 @@ class _File:
         self.mistakes: list[tuple[int, str]] = []
         self.lines: dict[str, int] = {}
 
-    def note(self, place: str, node: Node | None, what: str) -> None:
-        line = node.start_mark.line + 1 if node is not None else self._line_of(place)
-        self.mistakes.append((line, f"{self.path}:{line}: {place + ': ' if place else ''}{what}"))
+    def note(self, key_path: str, node: Node | None, what: str) -> None:
+        line = node.start_mark.line + 1 if node is not None else self._line_of(key_path)
+        self.mistakes.append((line, f"{self.path}:{line}: {key_path + ': ' if key_path else ''}{what}"))
 
-    def _line_of(self, place: str) -> int:
-        """The line of ``place``, or of the nearest section around it that is in the file."""
-        while place and place not in self.lines:
-            place = place.rpartition(".")[0]
-        return self.lines.get(place, 1)
+    def _line_of(self, key_path: str) -> int:
+        """The line of the key ``key_path``, or of the nearest section around it that is in the file."""
+        while key_path and key_path not in self.lines:
+            key_path = key_path.rpartition(".")[0]
+        return self.lines.get(key_path, 1)
 
     def raise_if_mistaken(self) -> None:
         if self.mistakes:
@@ -57,36 +58,36 @@ class _File:
 # Readers of one value ------------------------------------------------------------------------------------------------
 
 
-def _scalar(file: _File, place: str, node: Node) -> str | None:
+def _scalar(file: _File, key_path: str, node: Node) -> str | None:
     if isinstance(node, yaml.ScalarNode) and node.tag != "tag:yaml.org,2002:null":
         text = str(node.value)
         if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-            file.note(place, node, f"{quoted(text)} has a character that no name, path or number has")
+            file.note(key_path, node, f"{quoted(text)} has a character that no name, path or number has")
             return None
         return text
-    kind = {"sequence": "a list", "mapping": "a mapping"}.get(getattr(node, "id", ""), "nothing")
-    file.note(place, node, f"a single value is needed here, not {kind}")
+    given = {"sequence": "a list", "mapping": "a mapping"}.get(getattr(node, "id", ""), "nothing")
+    file.note(key_path, node, f"a single value is needed here, not {given}")
     return None
 
 
 def _number(parse: Callable[[str, str], int]) -> Reader:
     """A reader of numbers; ``parse`` gets the text, and the key as it was written."""
 
-    def read(file: _File, place: str, node: Node) -> int | None:
-        text = _scalar(file, place, node)
+    def read(file: _File, key_path: str, node: Node) -> int | None:
+        text = _scalar(file, key_path, node)
         if text is None:
             return None
         try:
-            section, _, name = place.rpartition(".")
+            section, _, name = key_path.rpartition(".")
             value = parse(text, name)
         except ValueError as error:
-            file.note(place, node, str(error))
+            file.note(key_path, node, str(error))
             return None
         name = _ALIASES.get(name, name)
-        least, most = RANGES.get(place) or RANGES.get(f"{section}.{name}") or RANGES[name]
+        least, most = RANGES.get(key_path) or RANGES.get(f"{section}.{name}") or RANGES[name]
         if not least <= value <= most:
-            hint = "; at least one reducer is needed" if place == "reducer.count" and value == 0 else ""
-            file.note(place, node, f"{value} is not between {least} and {most}{hint}")
+            hint = "; at least one reducer is needed" if key_path == "reducer.count" and value == 0 else ""
+            file.note(key_path, node, f"{value} is not between {least} and {most}{hint}")
             return None
         return value
 
@@ -98,7 +99,7 @@ def _parse_bytes(text: str, key: str) -> int:
 
 
 def _parse_ms(text: str, key: str) -> int:
-    """Only a key that says its unit, as ``trim_period_ms`` does, takes a plain number."""
+    """A duration in milliseconds. Only a key that names its unit, as ``trim_period_ms`` does, takes a plain number."""
     return parse_duration_ms(text, plain_ms="_ms" in key)
 
 
@@ -111,13 +112,13 @@ def _parse_count(text: str, key: str) -> int:
     raise ValueError(f"{quoted(text)} is not a whole number")
 
 
-def _pattern(pattern: re.Pattern[str], wanted: str) -> Reader:
-    def read(file: _File, place: str, node: Node) -> str | None:
-        text = _scalar(file, place, node)
+def _pattern(pattern: re.Pattern[str], expected: str) -> Reader:
+    def read(file: _File, key_path: str, node: Node) -> str | None:
+        text = _scalar(file, key_path, node)
         if text is None:
             return None
         if not pattern.fullmatch(text) or len(text.encode()) > NAME_BYTES_MAX:
-            file.note(place, node, f"{quoted(text)} is not {wanted}")
+            file.note(key_path, node, f"{quoted(text)} is not {expected}")
             return None
         return text
 
@@ -125,47 +126,47 @@ def _pattern(pattern: re.Pattern[str], wanted: str) -> Reader:
 
 
 def _choice(*choices: str) -> Reader:
-    def read(file: _File, place: str, node: Node) -> str | None:
-        text = _scalar(file, place, node)
+    def read(file: _File, key_path: str, node: Node) -> str | None:
+        text = _scalar(file, key_path, node)
         if text is None or text in choices:
             return text
-        file.note(place, node, f"{quoted(text)} is none of {', '.join(choices)}{_did_you_mean(text, choices)}")
+        file.note(key_path, node, f"{quoted(text)} is none of {', '.join(choices)}{_did_you_mean(text, choices)}")
         return None
 
     return read
 
 
-def _queue_name(file: _File, place: str, node: Node) -> str | None:
-    text = _scalar(file, place, node)
+def _queue_name(file: _File, key_path: str, node: Node) -> str | None:
+    text = _scalar(file, key_path, node)
     if text is not None and not 0 < len(text.encode()) <= NAME_BYTES_MAX:
-        file.note(place, node, f"a name has 1 to {NAME_BYTES_MAX} bytes")
+        file.note(key_path, node, f"a name has 1 to {NAME_BYTES_MAX} bytes")
         return None
     return text
 
 
-def _folder(file: _File, place: str, node: Node, text: str | None = None) -> str | None:
-    """``text``: what the node says, if it is not a path as it stands."""
-    text = _scalar(file, place, node) if text is None else text
+def _folder(file: _File, key_path: str, node: Node, text: str | None = None) -> str | None:
+    """The absolute path of a folder. ``text`` is the path in the node, if the node has more than that."""
+    text = _scalar(file, key_path, node) if text is None else text
     if text == "":
-        file.note(place, node, "a folder is needed here")
+        file.note(key_path, node, "a folder is needed here")
         return None
     if text is None:
         return None
     if "://" in text:
-        file.note(place, node, f"{quoted(text)} is an address, and a folder is needed here")
+        file.note(key_path, node, f"{quoted(text)} is an address, and a folder is needed here")
         return None
     try:
         return str((file.folder / Path(text).expanduser()).resolve())
-    except (OSError, RuntimeError, ValueError) as error:  # Of an unknown user's home, a name too long, links in a ring.
-        file.note(place, node, f"{quoted(text)} is not a folder: {error}")
+    except (OSError, RuntimeError, ValueError) as error:  # The home of an unknown user, a long name, a cycle of links.
+        file.note(key_path, node, f"{quoted(text)} is not a folder: {error}")
         return None
 
 
-def _state(file: _File, place: str, node: Node) -> str | None:
-    text = _scalar(file, place, node)
+def _state(file: _File, key_path: str, node: Node) -> str | None:
+    text = _scalar(file, key_path, node)
     if text is None or ":" not in text:
-        return None if text is None else _folder(file, place, node)
-    # Imported only here: what has no scheme is a folder, and known without importing the store.
+        return None if text is None else _folder(file, key_path, node)
+    # Imported only here: a value without a scheme is a folder, which is known without importing the store.
     from shuffle.statestore.client.open_store import address_forms, folder_of, is_address
 
     if is_address(text):
@@ -173,71 +174,71 @@ def _state(file: _File, place: str, node: Node) -> str | None:
     try:
         folder = folder_of(text)
     except BadInput as error:
-        file.note(place, node, error.message)
+        file.note(key_path, node, error.message)
         return None
     if folder is not None:
-        return _folder(file, place, node, os.fspath(folder))
-    file.note(place, node, f"{quoted(text)} is neither a folder nor {' nor '.join(address_forms())}")
+        return _folder(file, key_path, node, os.fspath(folder))
+    file.note(key_path, node, f"{quoted(text)} is neither a folder nor {' nor '.join(address_forms())}")
     return None
 
 
 _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def _metrics(file: _File, place: str, node: Node) -> bool | int | None:
-    text = _scalar(file, place, node)
+def _metrics(file: _File, key_path: str, node: Node) -> bool | int | None:
+    text = _scalar(file, key_path, node)
     if text is None:
         return None
     if text.lower() in _FLAGS:
         return _FLAGS[text.lower()]
     if text.isdecimal() and len(text) <= 5 and 1025 <= int(text) <= 60_000:
         return int(text)
-    file.note(place, node, f"{quoted(text)} is neither true, false nor a port from 1025 to 60000")
+    file.note(key_path, node, f"{quoted(text)} is neither true, false nor a port from 1025 to 60000")
     return None
 
 
-def _flag(file: _File, place: str, node: Node) -> bool | None:
-    text = _scalar(file, place, node)
+def _flag(file: _File, key_path: str, node: Node) -> bool | None:
+    text = _scalar(file, key_path, node)
     if text is None:
         return None
     if text.lower() in _FLAGS:
         return _FLAGS[text.lower()]
-    file.note(place, node, f"{quoted(text)} is neither true nor false")
+    file.note(key_path, node, f"{quoted(text)} is neither true nor false")
     return None
 
 
-def _share(file: _File, place: str, node: Node) -> float | None:
-    text = _scalar(file, place, node)
+def _share(file: _File, key_path: str, node: Node) -> float | None:
+    text = _scalar(file, key_path, node)
     if text is None:
         return None
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        file.note(place, node, f"{quoted(text)} is not a share: write for example 0.5 or 50%")
+        file.note(key_path, node, f"{quoted(text)} is not a share: write for example 0.5 or 50%")
         return None
     if not 0 < value <= 1:
-        file.note(place, node, f"{value:g} is not between 0 and 1")
+        file.note(key_path, node, f"{value:g} is not between 0 and 1")
         return None
     return value
 
 
-def _user_config(file: _File, place: str, node: Node) -> Mapping[str, Any] | None:
+def _user_config(file: _File, key_path: str, node: Node) -> Mapping[str, Any] | None:
     before = len(file.mistakes)
-    value = _own_value(file, place, node)
+    value = _own_value(file, key_path, node)
     if not isinstance(value, dict):
         if len(file.mistakes) == before:
-            file.note(place, node, "the user's configuration is a mapping of names to values")
+            file.note(key_path, node, "the user's configuration is a mapping of names to values")
         return None
     return value
 
 
-def _own_value(file: _File, place: str, node: Node) -> Any:
+def _own_value(file: _File, key_path: str, node: Node) -> Any:
     """Any value at all, which only the user's own class understands."""
     try:
         value = _construct(node)
-        json.dumps(value, sort_keys=True, default=str)  # So it is kept in the store, to be compared at every start.
-    except Exception as error:  # Of what the library makes of 2026-13-13, !!timestamp x, or keys that are lists.
-        file.note(place, node, f"cannot be read: {in_one_line(error)}")
+        json.dumps(value, sort_keys=True, default=str)  # The store keeps it in this form, to compare it at every start.
+    except Exception as error:  # The library raises many types, for 2026-13-13, !!timestamp x, or keys that are lists.
+        file.note(key_path, node, f"cannot be read: {in_one_line(error)}")
         return None
     return value
 
@@ -309,42 +310,42 @@ _REMOVED = {
     "reducer.pipeline_depth": "has no effect and is not an option any more: reduce and commit always take turns. "
     "Remove the line",
 }
-"""Keys that earlier versions took, and what to do about them."""
+"""Keys that only earlier versions took, and the error text for each."""
 
 
 def _section(readers: Mapping[str, Reader], required: tuple[str, ...]) -> Reader:
-    """A reader of a mapping, into a dict by field name; keys that are unknown, doubled or missing are mistakes."""
-    spoken = {field: key for key, field in _ALIASES.items()}
-    known = [spoken.get(name, name) if name == "class_name" else name for name in readers]
+    """A reader of a mapping, into a dict by field name; keys that are unknown, repeated or missing are mistakes."""
+    aliases = {field: key for key, field in _ALIASES.items()}
+    known = [aliases.get(name, name) if name == "class_name" else name for name in readers]
     known += [key for key, name in _ALIASES.items() if name in readers and key not in known]
 
-    def read(file: _File, place: str, node: Node) -> dict[str, Any] | None:
+    def read(file: _File, key_path: str, node: Node) -> dict[str, Any] | None:
         if not isinstance(node, yaml.MappingNode):
-            file.note(place, node, f"a mapping with the keys {', '.join(sorted(known))} is needed here")
+            file.note(key_path, node, f"a mapping with the keys {', '.join(sorted(known))} is needed here")
             return None
         values: dict[str, Any] = {}
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                file.note(place, key_node, f"a key is one of {', '.join(sorted(known))}, not a list or a mapping")
+                file.note(key_path, key_node, f"a key is one of {', '.join(sorted(known))}, not a list or a mapping")
                 continue
             key = str(key_node.value)
             is_plain = key.isprintable() and len(key) <= TEXT_SHOWN_MAX
-            key_place = f"{place}." * bool(place) + (key if is_plain else quoted(key))
+            inner_path = f"{key_path}." * bool(key_path) + (key if is_plain else quoted(key))
             name = _ALIASES.get(key, key)
             if key not in known:
-                why = _REMOVED.get(key_place) or f"unknown key{_did_you_mean(key, known)}"
-                file.note(key_place, key_node, why)
+                why = _REMOVED.get(inner_path) or f"unknown key{_did_you_mean(key, known)}"
+                file.note(inner_path, key_node, why)
                 continue
             if name in seen:
-                file.note(key_place, key_node, f"is given twice, first in line {seen[name]}")
+                file.note(inner_path, key_node, f"is given twice, first in line {seen[name]}")
                 continue
-            seen[name] = file.lines[key_place] = key_node.start_mark.line + 1
-            values[name] = readers[name](file, key_place, value_node)
+            seen[name] = file.lines[inner_path] = key_node.start_mark.line + 1
+            values[name] = readers[name](file, inner_path, value_node)
         for name in required:
             if name not in seen:
-                key = spoken.get(name, name)
-                file.note(f"{place}.{key}" if place else key, node, "is missing")
+                key = aliases.get(name, name)
+                file.note(f"{key_path}.{key}" if key_path else key, node, "is missing")
         return values
 
     return read
@@ -364,37 +365,38 @@ def _value(takes: Value) -> Reader:
 _INPUT_SECTION = _section({key: _value(takes) for kind in KINDS.values() for key, takes in kind.values.items()}, ())
 
 
-def _input(file: _File, place: str, node: Node) -> InputSpec | None:
+def _input(file: _File, key_path: str, node: Node) -> InputSpec | None:
     """The description of the one kind of input that the section names."""
-    own = _own_class_options(file, place, node)
-    values = _INPUT_SECTION(file, place, node if own is None else own.known)
+    own = _own_class_options(file, key_path, node)
+    values = _INPUT_SECTION(file, key_path, node if own is None else own.known)
     if values is None:
         return None
     given = [name for name in KINDS if _ALIASES.get(name, name) in values]
     if len(given) != 1:
-        file.note(place, None, f"give either {kinds_in_words()}" + (", not more than one of them" if given else ""))
+        file.note(key_path, None, f"give either {kinds_in_words()}" + (", not more than one of them" if given else ""))
         return None
     kind = KINDS[given[0]]
     others = {key: what for other in KINDS.values() if other is not kind for key, what in other.elsewhere.items()}
     for key in values.keys() - kind.values.keys():
-        file.note(f"{place}.{key}", None, others.get(key, f"is not an option of an input with {given[0]}"))
-    if file.mistakes:  # Also elsewhere: then the description is not used.
+        file.note(f"{key_path}.{key}", None, others.get(key, f"is not an option of an input with {given[0]}"))
+    if file.mistakes:  # Also those elsewhere in the file, with which the description is not used anyway.
         return None
     return ClassInputSpec(**values, options=own.options) if own is not None else kind.spec(**values)
 
 
-class _Own(NamedTuple):
-    """The section of an input that the user's own class reads."""
+class _ClassInput(NamedTuple):
+    """The section of an input with ``class``, divided into our keys and the options of the user's class."""
 
     known: Node
-    """The part that is not the class's business."""
+    """The section without the options of the class."""
     options: dict[str, Any]
+    """The options of the class, by name."""
 
 
-def _own_class_options(file: _File, place: str, node: Node) -> _Own | None:
-    """For an input with ``class``: what is beside it are options of the class, whatever their names and values.
+def _own_class_options(file: _File, key_path: str, node: Node) -> _ClassInput | None:
+    """The section of an input with ``class``: all other keys are options of the class, whatever their names and values.
 
-    An option may not have the name of another kind of input, so that a slip of the pen is found.
+    An option may not have the name of another kind of input, so that typing errors are found.
     """
     if not isinstance(node, yaml.MappingNode):
         return None
@@ -406,22 +408,22 @@ def _own_class_options(file: _File, place: str, node: Node) -> _Own | None:
         if key is None or key in KINDS:
             known.append((key_node, value_node))
             continue
-        option_place = f"{place}.{key}" if key.isprintable() and len(key) <= TEXT_SHOWN_MAX else place
+        option_path = f"{key_path}.{key}" if key.isprintable() and len(key) <= TEXT_SHOWN_MAX else key_path
         if key in options:
-            file.note(option_place, key_node, "is given twice")
-        file.lines[option_place] = key_node.start_mark.line + 1
-        options[key] = _own_value(file, option_place, value_node)
-    return _Own(yaml.MappingNode(node.tag, known, node.start_mark, node.end_mark), options)
+            file.note(option_path, key_node, "is given twice")
+        file.lines[option_path] = key_node.start_mark.line + 1
+        options[key] = _own_value(file, option_path, value_node)
+    return _ClassInput(yaml.MappingNode(node.tag, known, node.start_mark, node.end_mark), options)
 
 
 _SPILL_SECTION = _section(_SPILL, ())
 
 
-def _spill(file: _File, place: str, node: Node) -> dict[str, Any] | None:
-    """A mapping, or whether to spill at all."""
+def _spill(file: _File, key_path: str, node: Node) -> dict[str, Any] | None:
+    """The section ``spill``: a mapping, or ``true`` or ``false`` for ``enabled``."""
     if isinstance(node, yaml.ScalarNode):
-        return {"enabled": _flag(file, place, node)}
-    values: dict[str, Any] | None = _SPILL_SECTION(file, place, node)
+        return {"enabled": _flag(file, key_path, node)}
+    values: dict[str, Any] | None = _SPILL_SECTION(file, key_path, node)
     return values
 
 
@@ -450,8 +452,8 @@ def parse_spec(path: Path) -> ProcessorSpec:
     values = _SPEC(file, "", root)  # 2
     file.raise_if_mistaken()
     spec = _build(values, file)
-    for place, what in relation_mistakes(spec):  # 3
-        file.note(place, None, what)
+    for key_path, what in relation_mistakes(spec):  # 3
+        file.note(key_path, None, what)
     file.raise_if_mistaken()
     return spec
 

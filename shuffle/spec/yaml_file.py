@@ -11,20 +11,21 @@ from shuffle.errors import SpecError
 from shuffle.support.suggest import did_you_mean
 
 SPEC_BYTES_MAX = 1024 * 1024
-"""A spec is a page of text; a file far larger than that was given by mistake."""
+"""The most bytes of a spec. It is a page of text; a file far larger than that was given by mistake."""
 
 DEPTH_MAX = 32
-"""Mappings and lists within each other. A spec has three levels; the rest is for the user's own configuration."""
+"""The most levels of mappings and lists within each other. A spec has three; the rest is for the user's own
+configuration."""
 
 NODES_MAX = 100_000
-"""Keys, values, lists and mappings, with everything that aliases stand for: a few lines of aliases of aliases would be
-more than fits into memory as soon as somebody writes them out."""
+"""The most keys, values, lists and mappings, with aliases expanded: a few lines of aliases of aliases can expand to
+more than fits into memory."""
 
 Node = yaml.Node
 
 
 def compose_file(path: Path) -> Node | None:
-    """The tree of nodes of the YAML in ``path``; None if there is nothing in it."""
+    """The tree of nodes of the YAML in ``path``; None if the file is empty."""
     try:
         with path.open("rb") as file:
             content = file.read(SPEC_BYTES_MAX + 1)
@@ -56,28 +57,29 @@ class _Open:
 
     anchor: str | None
     begin: int
-    """How many nodes there were before it."""
+    """The number of nodes before it."""
     height: int = 1
-    """Levels of what it has so far, itself included."""
+    """The levels of its content so far, itself included."""
 
 
 def _check_nesting(path: Path, text: str) -> None:
-    """``SpecError`` for what only a program would write: depth without end, and aliases that stand for very much.
+    """Raises ``SpecError`` for what no person writes: very deep nesting, and aliases that expand to very many nodes.
 
-    The events of a file come one by one, whatever it says; composing it takes a level of recursion for each of its own.
+    It is checked on the events of the parser, which come one by one: composing the file takes one level of recursion
+    for each level of nesting.
     """
     known: dict[str, tuple[int, int] | None] = {}
-    """Per anchor, the nodes and levels that it stands for; None while it is not complete."""
+    """For each anchor, the nodes and levels that it stands for; None while it is not complete."""
     around: list[_Open] = []
     count = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         line = event.start_mark.line + 1
         height = 0
         if isinstance(event, yaml.AliasEvent):
-            found = known.get(event.anchor or "", (1, 0))  # That an alias is of nothing is seen when it is composed.
-            if found is None:
+            target = known.get(event.anchor or "", (1, 0))  # An alias without an anchor is refused when it is composed.
+            if target is None:
                 raise SpecError(f"{path}:{line}: the alias *{event.anchor} is inside of what it stands for")
-            count, height = count + found[0], found[1]
+            count, height = count + target[0], target[1]
         elif isinstance(event, yaml.CollectionEndEvent):
             ended = around.pop()
             height = ended.height

@@ -1,1 +1,1 @@
-"""What every part may use and that knows no part: logs, threads, sockets, units, retries."""
+"""Helpers that every package may use and that depend on none of them: logs, threads, sockets, units, retries."""

@@ -1,8 +1,8 @@
-"""Named places at which a process can be made to die, so that tests can kill every role in every phase.
+"""Named points in the code at which a process can be made to die, so that tests can kill every role in every phase.
 
 In normal use ``reach`` does nothing. With ``SHUFFLE_CRASH_AT=NAME`` in the environment the process kills itself with
-SIGKILL when it comes to that place, with ``NAME:N`` when it comes there for the Nth time: no handler runs, nothing is
-flushed, exactly as with ``kill -9`` from outside at the unluckiest moment.
+SIGKILL when it reaches that point, with ``NAME:N`` when it reaches it for the Nth time: no handler runs and nothing is
+flushed, exactly as with ``kill -9`` from outside.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 
 ENVIRONMENT = "SHUFFLE_CRASH_AT"
+"""The environment variable that names the crash point."""
 
 POINTS: dict[str, str] = {
     "mapper.after_first_state": "the origin of its numbering is durable, nothing else is known",
@@ -39,10 +40,10 @@ POINTS: dict[str, str] = {
     "store.before_answer": "the group is durable and visible, nobody was answered",
     "store.before_segment_remove": "trimmed segments are forgotten and their files still there",
 }
-"""Every place, and what has happened when it is reached. The tests kill a process at each of them."""
+"""Every crash point, and what has happened when it is reached. The tests kill a process at each of them."""
 
 
-def _parsed(text: str | None) -> tuple[str | None, int]:
+def _parse(text: str | None) -> tuple[str | None, int]:
     if not text:
         return None, 0
     name, _, nth = text.partition(":")
@@ -51,11 +52,11 @@ def _parsed(text: str | None) -> tuple[str | None, int]:
     return name, int(nth or "1")
 
 
-_armed, _left = _parsed(os.environ.get(ENVIRONMENT))
+_armed, _left = _parse(os.environ.get(ENVIRONMENT))
 
 
 def reach(name: str) -> None:
-    """The process is at the place ``name``; most of the time that means nothing."""
+    """Kills this process if the environment names the crash point ``name``; otherwise does nothing."""
     if _armed is not None:
         _reached(name)
 

@@ -1,9 +1,9 @@
 """Endpoints: where something listens, where others reach it, and how both are written.
 
-A store is given as ``grpc://host:port``, a place to listen as ``host:port`` with port 0 for any free one. An IPv6
-address stands in brackets: ``grpc://[::1]:7070``. Nobody can connect to "all addresses of this machine", and others
-may not reach a container under the address that it sees itself: so the endpoint that is told to others (``advertised``)
-is apart from the one that is listened on.
+A store is given as ``grpc://host:port``, an endpoint to listen on as ``host:port`` with port 0 for any free one. An
+IPv6 address stands in brackets: ``grpc://[::1]:7070``. Nobody can connect to "all addresses of this machine", and
+others may not reach a container under the address that it sees itself. So the endpoint that is published
+(``advertised_endpoint``) may differ from the one that is listened on.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ SCHEME = "grpc"
 _HOST = r"\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^\s:/\[\]@?#]+"
 _PORT = r"[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]"
 HOST_PORT = re.compile(rf"({_HOST}):({_PORT})")
-"""``host:port``; the host of IPv6 in brackets."""
+"""The form ``host:port``, with an IPv6 host in brackets."""
 HOST_MAYBE_PORT = re.compile(rf"({_HOST})(?::({_PORT}))?")
-"""``host`` or ``host:port``: what is advertised."""
+"""The form ``host`` or ``host:port`` of an advertised endpoint."""
 
 _EVERYWHERE = ("0.0.0.0", "::")
 _FORM = f"it looks like {SCHEME}://host:port, for IPv6 {SCHEME}://[::1]:7070"
@@ -34,15 +34,16 @@ class Endpoint:
     host: str
     """The name or address of the host, without brackets."""
     port: int
+    """The port; 0 stands for any free one if the endpoint is one to listen on."""
     tls: bool = False
-    """Whether connections are encrypted. Nothing does so yet, and no text that is parsed can ask for it."""
+    """True if connections are encrypted. Nothing does so yet, and no text that is parsed can request it."""
 
     @classmethod
     def parse(cls, text: str, what: str = "an address", own_host: str | None = None) -> Endpoint:
-        """The endpoint that ``text`` names: ``grpc://host:port``, or ``host:port`` alone. ``BadInput`` if it is none.
+        """The endpoint that ``text`` names: ``grpc://host:port``, or ``host:port``. Raises ``BadInput`` if it is none.
 
-        ``what`` it should be is said in the error. A host that is left out (``grpc://:port``) stands for ``own_host``,
-        under which whoever asks has reached the one who answers.
+        ``what`` says in the error what was expected. A host that is left out (``grpc://:port``) stands for
+        ``own_host``, the host under which the client has reached the server that sent ``text``.
         """
         rest = text.removeprefix(f"{SCHEME}://")
         if own_host is not None and rest.startswith(":"):
@@ -54,7 +55,7 @@ class Endpoint:
 
     @classmethod
     def parse_listen(cls, text: str) -> Endpoint:
-        """The endpoint to listen on that ``text`` names, with port 0 for any free one. ``BadInput`` if it is none."""
+        """The endpoint to listen on that ``text`` names; port 0 is any free one. Raises ``BadInput`` if it is none."""
         match = HOST_PORT.fullmatch(text.removeprefix(f"{SCHEME}://"))
         if match is None:
             raise BadInput(
@@ -82,7 +83,7 @@ def bracketed(host: str) -> str:
 
 
 def is_endpoint(text: str) -> bool:
-    """Whether ``text`` is ``grpc://host:port``, the scheme included: anything else may be a folder."""
+    """Whether ``text`` is ``grpc://host:port``, the scheme included; anything else may be a folder."""
     try:
         Endpoint.parse(text)
     except BadInput:
@@ -91,7 +92,7 @@ def is_endpoint(text: str) -> bool:
 
 
 def has_scheme(text: str) -> bool:
-    """Whether ``text`` is meant to be an endpoint and not a folder, be it a right one or not."""
+    """Whether ``text`` is meant to be an endpoint and not a folder, even if it is not a valid one."""
     return text.startswith(f"{SCHEME}://")
 
 
@@ -109,11 +110,11 @@ def check_advertise(advertise: str) -> None:
         )
 
 
-def advertised(listening: Endpoint, advertise: str | None) -> Endpoint:
+def advertised_endpoint(listening: Endpoint, advertise: str | None) -> Endpoint:
     """The endpoint under which others reach what listens at ``listening``, with its real port.
 
-    That is ``advertise`` (``host`` or ``host:port``) if it is given; without it the endpoint that is listened on, with
-    the name of this machine in the place of all its addresses.
+    That is ``advertise`` (``host`` or ``host:port``) if it is given. Otherwise it is the endpoint that is listened on,
+    with the name of this machine instead of "all addresses".
     """
     if advertise is not None:
         check_advertise(advertise)
@@ -124,13 +125,13 @@ def advertised(listening: Endpoint, advertise: str | None) -> Endpoint:
 
 
 def host_towards(other: Endpoint) -> str:
-    """The address of this machine that those see whom it reaches on its way to ``other``."""
+    """The address of this machine on the network over which it reaches ``other``."""
     try:
-        found = socket.getaddrinfo(other.host, other.port, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(other.host, other.port, type=socket.SOCK_DGRAM)
     except OSError as error:
         raise BadInput(f"the host of {other} is not known here: {error.strerror}", address=str(other)) from None
-    family, kind, protocol, _, address = found[0]
-    with socket.socket(family, kind, protocol) as probe:
-        # Nothing is sent: connecting a datagram socket only picks the way.
+    family, socket_type, protocol, _, address = addresses[0]
+    with socket.socket(family, socket_type, protocol) as probe:
+        # Nothing is sent: connecting a datagram socket only picks the route.
         probe.connect(address)
         return str(probe.getsockname()[0])

@@ -11,15 +11,15 @@ import sys
 from shuffle.errors import BadInput, SpecError, UserCodeError
 
 EXIT_FAILED = 1
-"""It failed; the line after ``error:`` on stderr says why."""
+"""The process failed; the line after ``error:`` on stderr says why."""
 EXIT_SPEC = 2
 """The spec, the arguments or other input were wrong: nothing was changed, and trying again will not help."""
 EXIT_USER_CODE = 3
-"""An exception in the user's map or reduce."""
+"""The user's map or reduce raised an exception."""
 EXIT_INTERRUPTED = 130
-"""Ctrl-C ended it."""
+"""The process was ended with Ctrl-C."""
 EXIT_BROKEN_PIPE = 141
-"""Whoever read the output has left, as ``| head`` does."""
+"""The reader of the output has closed the pipe, as ``| head`` does."""
 
 
 def exit_code_of(error: Exception) -> int:
@@ -30,6 +30,6 @@ def exit_code_of(error: Exception) -> int:
 
 
 def report(error: Exception) -> int:
-    """Prints ``error: …`` on stderr and returns the exit code for ``error``: the last thing a process does."""
+    """Prints ``error: …`` on stderr and returns the exit code for ``error``. A process calls it last."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     return exit_code_of(error)

@@ -36,19 +36,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 WIRE_ERROR_BYTES_MAX = 3000
-"""gRPC refuses trailers of more than 16 KiB, and Flight repeats the message in them; this leaves room."""
+"""The most bytes of an error on the wire. gRPC refuses trailers of more than 16 KiB, and Flight repeats the message in
+them; this leaves room."""
 
 CALL_TIMEOUT_S = 30.0
-"""A call that names no deadline of its own gets this one: Flight itself would wait forever."""
+"""The deadline, in seconds, of a call that names none: Flight itself would wait forever."""
 
 _CHANNEL_OPTIONS = [
     # A daemon that comes back must be found again within a second; gRPC's own back-off goes up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     # In spite of its name this is how long an attempt to connect may take. A machine that is busy starting processes
-    # needs more than a moment for it, and a call on a new channel fails with its first attempt.
+    # may need a second or more for it, and a call on a new channel fails with its first attempt.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Channels to one address share their connection otherwise, and with it its state of failure and its window.
+    # Otherwise channels to one address share a connection, and with it its state of failure and its flow control.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
@@ -65,12 +66,12 @@ def call_options(timeout_s: float = CALL_TIMEOUT_S) -> Any:
 
 
 def as_flight_error(error: ShuffleError) -> Any:
-    """What a server handler raises so that the client gets ``error`` back, with its type and fields."""
+    """The exception that a server handler raises so that the client gets ``error``, with its type and fields."""
     return FlightServerError(short_wire(error))
 
 
 def short_wire(error: ShuffleError) -> str:
-    """``to_wire``, cut so that it fits the trailers of a call."""
+    """``to_wire`` of ``error``, shortened if necessary so that it fits the trailers of a call."""
     wire = to_wire(error)
     return wire if len(wire) <= WIRE_ERROR_BYTES_MAX else to_wire(_shortened(error))
 
@@ -90,8 +91,8 @@ def _shortened(error: ShuffleError) -> ShuffleError:
     return type(error)(message + cut, **fields)
 
 
-def told(error: BaseException) -> ShuffleError | None:
-    """The typed error that a server has sent, if what a Flight call raised is one."""
+def sent_error(error: BaseException) -> ShuffleError | None:
+    """The typed error that a server has sent, if the exception of a Flight call carries one."""
     text = str(error)
     begin = text.find('{"code":')
     if begin < 0:
@@ -104,19 +105,19 @@ def told(error: BaseException) -> ShuffleError | None:
 
 
 def raise_typed(error: BaseException, who: str = "the server") -> NoReturn:
-    """Raise the typed error behind what a Flight call raised. ``who`` is named when nobody answered."""
+    """Raises the typed error behind the exception of a Flight call. ``who`` names the peer if it did not respond."""
     if isinstance(error, ShuffleError):
         raise error
     text = str(error)
     if isinstance(error, _flight.FlightUnavailableError):
-        raise StoreUnavailable(f"cannot reach {who}: is it running? ({_last_words(text)})", address=who) from error
+        raise StoreUnavailable(f"cannot reach {who}: is it running? ({_root_cause(text)})", address=who) from error
     if isinstance(error, _flight.FlightTimedOutError):
         raise StoreUnavailable(f"{who} did not answer in time", address=who) from error
     if isinstance(error, _flight.FlightCancelledError):
         raise StoreUnavailable(f"the call to {who} was cancelled", address=who) from error
-    if (sent := told(error)) is not None:
+    if (sent := sent_error(error)) is not None:
         raise sent from None
-    # What a dying peer leaves behind has many shapes (reset streams, closed sockets); none of them is an answer.
+    # A peer that dies causes errors of many types (reset streams, closed sockets); none of them is a response.
     if isinstance(error, OSError | FlightError):
         raise StoreUnavailable(f"the call to {who} broke: {_first_line(text)}", address=who) from error
     raise ShuffleError(f"the call to {who} failed: {_first_line(text)}", address=who) from error
@@ -126,32 +127,32 @@ def _first_line(text: str) -> str:
     return text.split(". gRPC client debug context", 1)[0].splitlines()[0] if text else "no reason given"
 
 
-def words_of(error: BaseException) -> str:
-    """What an error of Flight says, without what Flight says about the saying."""
+def message_of(error: BaseException) -> str:
+    """The message of a Flight error, without the prefix and the debug context that Flight adds."""
     return str(error).split(". gRPC client debug context", 1)[0].rpartition("with message: ")[2]
 
 
-def _last_words(text: str) -> str:
-    """What was wrong with the connection: gRPC says it at the end, after what was wrong because of that."""
+def _root_cause(text: str) -> str:
+    """The reason why a connection failed: gRPC puts it at the end of its text, after the errors that it caused."""
     return _first_line(text).rpartition(": ")[2]
 
 
 @contextmanager
 def typed_errors(who: str) -> Iterator[None]:
-    """Around client calls and the reading of their streams: Flight's exceptions become typed ones."""
+    """Turns Flight's exceptions into typed ones, around client calls and the reading of their streams."""
     try:
         yield
     except (FlightError, pa.ArrowException, OSError) as error:
         raise_typed(error, who)
 
 
-# --- servers: what is raised in them crosses the wire typed, or as one line, and never as a traceback ---
+# --- servers: their exceptions cross the wire typed, or as one line, and never as a traceback ---
 
 
 def read_chunk(reader: Any) -> Any:
-    """The next message that a client has sent on an exchange; ``StopIteration`` at its end.
+    """The next message that a client has sent on an exchange. Raises ``StopIteration`` at its end.
 
-    Of a message that cannot be read Arrow says so in many ways, none of which is an error of this server.
+    For a message that cannot be read Arrow raises exceptions of many types, none of which is an error of this server.
     """
     try:
         return reader.read_chunk()
@@ -162,8 +163,8 @@ def read_chunk(reader: Any) -> Any:
 
 
 @contextmanager
-def _leaving() -> Iterator[None]:
-    """Around all that a server runs for a call. Flight would send any other exception with its traceback, as text."""
+def _as_flight_errors() -> Iterator[None]:
+    """Turns the exceptions of a handler into ``FlightError``: Flight would send any other one with its traceback."""
     try:
         yield
     except FlightError:
@@ -171,28 +172,29 @@ def _leaving() -> Iterator[None]:
     except ShuffleError as error:
         raise as_flight_error(error) from None
     except (pa.ArrowException, UnicodeError) as error:
-        # Only what a client has sent is read here: it is not what it says it is.
+        # Handlers decode only what a client has sent, so the client's message is not what it claims to be.
         raise as_flight_error(BadInput(f"not a message that can be understood: {one_line(error)}")) from None
     except Exception as error:
         raise as_flight_error(ShuffleError(one_line(error))) from None
 
 
-def _served(handler: Callable[P, Any]) -> Callable[P, Any]:
+def _wrap_handler(handler: Callable[P, Any]) -> Callable[P, Any]:
     @functools.wraps(handler)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> Any:
-        with _leaving():
-            found = handler(*args, **kwargs)
-            # What Flight would go through later, outside of this, is gone through now.
-            return list(found) if isinstance(found, Iterator) else found
+        with _as_flight_errors():
+            result = handler(*args, **kwargs)
+            # Flight would run an iterator later, outside of this block, so it is run now.
+            return list(result) if isinstance(result, Iterator) else result
 
     return wrapped
 
 
-def _refusing(method: str) -> Callable[..., Any]:
+def _refusing_handler(method: str) -> Callable[..., Any]:
     def refuse(*given: Any) -> Any:
         error = BadInput(f"{method} is not something that this server does")
         if method == "get_schema":
-            # Of this one Flight sends the traceback of its own errors, too. So it answers: no columns, and why.
+            # Here Flight sends tracebacks even of its own errors. So the response is a schema without columns that
+            # has the error in its metadata.
             return _flight.SchemaResult(pa.schema([], {"error": to_wire(error)}))
         raise error
 
@@ -209,57 +211,57 @@ _HANDLERS = (
     "list_actions",
     "do_action",
 )
-"""What Flight calls a server for."""
+"""The methods of a server that Flight calls."""
 
 
 class FlightServerBase(_flight.FlightServerBase):  # type: ignore[misc]
-    """A Flight server whose handlers may raise what they like, and which refuses what it has no handler for."""
+    """A Flight server whose handlers may raise any exception, and which refuses the methods it has no handler for."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in _HANDLERS:
             own = getattr(cls, name)
             if own is getattr(_flight.FlightServerBase, name):
-                own = _refusing(name)
-            setattr(cls, name, _served(own))
+                own = _refusing_handler(name)
+            setattr(cls, name, _wrap_handler(own))
 
 
-def check_schema(reader: Any, wanted: pa.Schema) -> None:
-    """Raises ``BadInput`` unless an exchange begins with this schema. To be called before anything is read from it.
+def check_schema(reader: Any, expected: pa.Schema) -> None:
+    """Raises ``BadInput`` unless an exchange begins with this schema. Call it before anything is read from it.
 
-    With a schema of its own choice a client can end the process: where a column has a dictionary, Flight reads on after
-    it without looking whether there is a batch in what comes next, and follows a pointer to nothing if there is none.
+    With a schema of its own choice a client can end the process: where a column has a dictionary, Flight reads the next
+    message without checking whether there is a batch in it, and dereferences a null pointer if there is none.
     """
-    if not reader.schema.equals(wanted):
-        raise BadInput(f"an exchange of the columns {wanted.names} was begun with {shown(str(reader.schema.names))}")
+    if not reader.schema.equals(expected):
+        raise BadInput(f"an exchange of the columns {expected.names} was begun with {shown(str(reader.schema.names))}")
 
 
 def GeneratorStream(schema: pa.Schema, batches: Iterator[Any]) -> Any:  # noqa: N802
-    """Flight's own, for a generator that may raise: it runs after its handler has returned."""
-    return _flight.GeneratorStream(schema, _served_batches(batches))
+    """Flight's class of this name, for a generator that may raise: it runs after its handler has returned."""
+    return _flight.GeneratorStream(schema, _wrap_batches(batches))
 
 
-def _served_batches(batches: Iterator[R]) -> Iterator[R]:
-    with _leaving():
+def _wrap_batches(batches: Iterator[R]) -> Iterator[R]:
+    with _as_flight_errors():
         yield from batches
 
 
 def do_action(
     client: Any,
-    kind: str,
+    action: str,
     body: bytes = b"",
     *,
     who: str,
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> bytes:
-    """One action with one answer."""
+    """Calls the action of this name and returns the body of its one response."""
     with typed_errors(who):
-        results = list(client.do_action(Action(kind, body), call_options(timeout_s)))
+        results = list(client.do_action(Action(action, body), call_options(timeout_s)))
     return bytes(results[0].body.to_pybytes()) if results else b""
 
 
 def shutdown(server: Any, timeout_s: float = 5.0) -> bool:
-    """Stop a server, waiting at most ``timeout_s`` for calls that still run. True when all of them ended.
+    """Stops a server, waiting at most ``timeout_s`` for calls that still run. Returns whether all of them ended.
 
     ``FlightServerBase.shutdown`` waits for live calls without a bound, so it runs in a thread of its own.
     """

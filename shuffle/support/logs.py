@@ -20,13 +20,14 @@ from contextvars import ContextVar
 from typing import Any, TextIO
 
 VALUE_CHARS_MAX = 2_000
-"""A field longer than this is cut: a log line is read by people, and written by the thousand."""
+"""The most characters of one field of a log line; longer ones are cut, since people read the lines and there are
+many."""
 
 _ROOT = "shuffle-service"
 _ERROR_FIELDS_MAX = 8
 
 _stamp: ContextVar[int | None] = ContextVar("shuffle_log_index", default=None)
-"""The worker whose code runs, in a process with several."""
+"""The index of the worker whose code runs, in a process with several."""
 
 
 class Logger:
@@ -66,25 +67,25 @@ def setup_logging(
     stream: TextIO | None = None,
     level: str = "info",
 ) -> None:
-    """Sets up this process's logs; who it is stands on every line. A second call replaces the first.
+    """Sets up this process's logs. Its role, processor and index are on every line. A second call replaces the first.
 
-    ``level`` is for when the environment says nothing.
+    ``level`` applies if the environment does not set one.
     """
     stream = stream or sys.stderr
-    who = {"role": role, "processor": processor, "index": index}
-    known = {name: value for name, value in who.items() if value is not None}
+    process = {"role": role, "processor": processor, "index": index}
+    known = {name: value for name, value in process.items() if value is not None}
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_JsonLines(known) if _wants_json(stream) else _ReadableLines(known))
     root = logging.getLogger(_ROOT)
     root.handlers[:] = [handler]
     root.propagate = False
-    wanted = os.environ.get("SHUFFLE_LOG_LEVEL", level).upper()
-    root.setLevel(wanted if wanted in ("DEBUG", "INFO", "WARNING", "ERROR") else "INFO")
+    requested = os.environ.get("SHUFFLE_LOG_LEVEL", level).upper()
+    root.setLevel(requested if requested in ("DEBUG", "INFO", "WARNING", "ERROR") else "INFO")
 
 
 @contextmanager
-def stamped(index: int) -> Iterator[None]:
-    """Lines that are written in here, and by the vital threads that are started in here, are of worker ``index``."""
+def logged_as_worker(index: int) -> Iterator[None]:
+    """Gives the log lines of the block, and of the vital threads that are started in it, the worker ``index``."""
     before = _stamp.set(index)
     try:
         yield
@@ -93,8 +94,8 @@ def stamped(index: int) -> Iterator[None]:
 
 
 def _wants_json(stream: TextIO) -> bool:
-    asked = os.environ.get("SHUFFLE_LOG", "").lower()
-    return asked == "json" or (asked != "text" and not stream.isatty())
+    requested = os.environ.get("SHUFFLE_LOG", "").lower()
+    return requested == "json" or (requested != "text" and not stream.isatty())
 
 
 class _JsonLines(logging.Formatter):

@@ -13,7 +13,7 @@ from shuffle.errors import CorruptData
 
 
 def map_range(path: Path, offset: int, size_bytes: int) -> pa.Buffer:
-    """Bytes of a file, mapped, not copied; fewer than asked for if it is shorter.
+    """Bytes of a file, mapped and not copied; fewer than requested if the file is shorter.
 
     They stay valid after the file is removed, and count as memory of this process only as long as the buffer lives,
     which is why a range is mapped for each read and not the file once.
@@ -34,10 +34,10 @@ def map_range(path: Path, offset: int, size_bytes: int) -> pa.Buffer:
 
 
 def read_range(path: Path, offset: int, size_bytes: int) -> pa.Buffer:
-    """Bytes of a file, copied; fewer than asked for if it is shorter.
+    """Bytes of a file, copied; fewer than requested if the file is shorter.
 
-    For whoever hands them to a library that reads them in this process: a page of a mapping that is gone, because the
-    file was cut or the disk fails, would end the process there.
+    Use it for bytes that a library reads in this process: if a page of a mapping cannot be read, because the file was
+    truncated or the disk fails, the process is killed there.
     """
     buffer = pa.allocate_buffer(size_bytes)
     view, at = memoryview(buffer).cast("B"), 0

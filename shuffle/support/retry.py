@@ -1,7 +1,7 @@
-"""Trying again: which errors it is worth for, and how long to wait before each attempt.
+"""Retries: after which errors they are worth it, and how long to wait before each attempt.
 
 An error either passes by itself (a store that is being restarted, a race that was lost) or it does not (a damaged file,
-a row that the user's code cannot take). ``passes_by_itself`` is the only place that decides it. Waits double up to a
+a row that the user's code refuses). ``passes_by_itself`` is the only place that decides it. Waits double up to a
 bound (``Backoff``), and nothing waits without one.
 """
 
@@ -30,24 +30,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 JITTER = 0.5
-"""The share of a wait that is left to chance, so that many workers do not come back at the same moment."""
+"""The share of a wait that is random, so that many workers do not retry at the same time."""
 
 LASTING = (MemoryError, CorruptData, FormatTooNew, StoreNotWritable, StoreLocked)
-"""Trouble of the store or of the machine that waiting does not mend: the worker ends with it."""
+"""Errors of the store or of the machine that do not pass by themselves: the worker ends with them."""
 
 _TROUBLE = (StoreError, CommitConflict, CommitUnknown, Expired, SplitBrain, MemoryError)
-"""Errors that the store or the machine is to blame for, and no row and no code."""
+"""Errors that are caused by the store or the machine, and not by a row or by the user's code."""
 
 _CAUSES_MAX = 32
-"""How deep a chain of exceptions is followed; longer ones are made by loops."""
+"""The most exceptions of a chain of causes that are looked at; only loops make longer chains."""
 
 _DOUBLINGS_MAX = 30
+"""The most times that a wait is doubled, so that the power does not overflow."""
 
 
 def trouble_behind(error: BaseException) -> BaseException | None:
-    """The trouble of the store or of the machine that ``error`` is, or was raised from or during; None without any.
+    """The error of the store or of the machine that ``error`` is, or was raised from or during; None if there is none.
 
-    User code likes to wrap what it catches, so the causes of ``error`` are looked through as well.
+    User code often wraps the exceptions that it catches, so the causes of ``error`` are searched as well.
     """
     seen: BaseException | None = error
     for _ in range(_CAUSES_MAX):
@@ -58,7 +59,7 @@ def trouble_behind(error: BaseException) -> BaseException | None:
 
 
 def passes_by_itself(error: BaseException) -> bool:
-    """Whether the same attempt may succeed later although nobody does anything about ``error``."""
+    """Whether the same attempt may succeed later without anybody doing anything about ``error``."""
     trouble = trouble_behind(error)
     return trouble is not None and not isinstance(trouble, LASTING)
 
@@ -69,7 +70,7 @@ def doubled_s(first_s: float, max_s: float, failures: int) -> float:
 
 
 class Backoff:
-    """The next wait after each failure in a row. The share ``jitter`` of it is left to ``chance``."""
+    """The next wait after each failure in a row. The share ``jitter`` of it is random, by ``chance``."""
 
     def __init__(
         self, first_ms: int, max_ms: int, chance: Callable[[], float] = random.random, jitter: float = JITTER
@@ -82,29 +83,29 @@ class Backoff:
         """The number of failures in a row so far."""
 
     def next_s(self) -> float:
-        """Counts a failure and returns how long to wait now: at most the current bound, at least what is no jitter."""
+        """Counts a failure and returns the seconds to wait now: the current bound, less up to the share ``jitter``."""
         bound_s = doubled_s(self._first_s, self._max_s, self.failures)
         self.failures += 1
         return bound_s * (1 - self._jitter + self._jitter * self._chance()) if self._jitter else bound_s
 
     def reset(self) -> None:
-        """Counts a success: the next wait is the first one again."""
+        """Notes a success: the next wait is the first one again."""
         self.failures = 0
 
 
 def patiently(
-    ask: Callable[[], T],
+    call: Callable[[], T],
     backoff: Backoff,
     stop: threading.Event,
     on_wait: Callable[[ShuffleError, float], None],
 ) -> T | None:
-    """Calls ``ask`` until it returns, for as long as its errors pass by themselves; None if ``stop`` is set before.
+    """Calls ``call`` until it returns, for as long as its errors pass by themselves; None if ``stop`` is set before.
 
-    ``on_wait`` is told of each such error, and for how many seconds it is now waited.
+    ``on_wait`` is called with each such error, and with the seconds until the next attempt.
     """
     while not stop.is_set():
         try:
-            answer = ask()
+            result = call()
         except ShuffleError as error:
             if not passes_by_itself(error):
                 raise
@@ -113,5 +114,5 @@ def patiently(
             stop.wait(wait_s)
         else:
             backoff.reset()
-            return answer
+            return result
     return None

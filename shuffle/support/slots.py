@@ -1,4 +1,4 @@
-"""A bounded number of places for those who are served at the same time."""
+"""A bounded number of slots for peers that are served at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shuffle.errors import TooBusy
 
 
 class Slots:
-    """So many in all, and so many for each peer, whoever that is. Safe to use from many threads."""
+    """At most ``most`` slots in all, and ``most_per_peer`` for each peer. Safe to use from many threads."""
 
     def __init__(self, what: str, most: int, most_per_peer: int | None = None) -> None:
         self._what = what
@@ -25,7 +25,7 @@ class Slots:
 
     @contextmanager
     def taken(self, peer: str = "") -> Iterator[None]:
-        """A place for ``peer`` while this lasts; ``TooBusy`` if there is none."""
+        """Holds a slot for ``peer`` during the block. Raises ``TooBusy`` if there is none."""
         with self._lock:
             if self._taken.total() >= self._most or self._taken[peer] >= self._most_per_peer:
                 raise TooBusy(
@@ -43,5 +43,5 @@ class Slots:
 
 
 def machine_of(peer: str) -> str:
-    """The address of a peer as gRPC names it, without the port, which is another one for each connection."""
+    """The address of a peer as gRPC names it, without the port, which differs for each connection."""
     return peer.rpartition(":")[0]

@@ -1,4 +1,4 @@
-"""Says what is waited for, when a wait gets long enough to be noticed."""
+"""Announces what a command waits for, if the wait gets long enough to be noticed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-TELL_AFTER_S = 0.7
-"""Shorter waits are nobody's concern; longer ones look like a hang after a second."""
+ANNOUNCE_AFTER_S = 0.7
+"""Seconds after which a wait is announced. Shorter waits are not noticed; after a second a wait looks like a hang."""
 
 
 def say_on_stderr(line: str) -> None:
@@ -16,8 +16,10 @@ def say_on_stderr(line: str) -> None:
 
 
 @contextmanager
-def told(waiting_for: str, say: Callable[[str], None] = say_on_stderr, after_s: float = TELL_AFTER_S) -> Iterator[None]:
-    """If the block takes longer than ``after_s``, says once that it waits, and for what."""
+def announce_slow(
+    waiting_for: str, say: Callable[[str], None] = say_on_stderr, after_s: float = ANNOUNCE_AFTER_S
+) -> Iterator[None]:
+    """Says once, through ``say``, what is waited for, if the block takes longer than ``after_s``."""
     timer = threading.Timer(after_s, say, (f"waiting for {waiting_for}",))
     timer.daemon = True
     timer.start()

@@ -1,8 +1,8 @@
 """Sizes and durations as people write and read them: in a spec, in an option of Spark, on a screen.
 
-A size without a unit is bytes. A duration without one is refused, unless the name of what it is given to says the unit
-(``trim_period_ms: 500``): ``timeout: 30`` may mean seconds to its writer and milliseconds to its reader, and either
-would go unnoticed for long. Nought is nought in every unit.
+A size without a unit is bytes. A duration without one is refused, unless the name of the option has the unit
+(``trim_period_ms: 500``): ``timeout: 30`` may mean seconds to its writer and milliseconds to its reader, and the
+mistake would go unnoticed for long. Zero needs no unit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shuffle.limits import GIB, KIB, MIB
 TIB = 1024 * GIB
 
 NUMBER_CHARS_MAX = 32
-"""The most characters of a number with its unit; no range in use has half of that."""
+"""The most characters of a number with its unit. No number in use needs half of that."""
 
 TEXT_SHOWN_MAX = 60
 """The most characters of a wrong value that an error message quotes."""
@@ -31,7 +31,7 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*"
 
 
 def parse_size(text: str) -> int:
-    """The bytes that ``text`` says: ``256MiB``, ``64 KB``, ``1.5GiB``, or a plain number. ``ValueError`` if none."""
+    """The bytes that ``text`` names: ``256MiB``, ``64 KB``, ``1.5GiB`` or a plain number. ``ValueError`` if none."""
     number, unit = _split_unit(text)
     scale = _SIZES.get(unit.lower() or "b")
     if scale is None:
@@ -40,7 +40,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration_ms(text: str, plain_ms: bool = False) -> int:
-    """The milliseconds that ``text`` says: ``500ms``, ``5s``, ``2min``. ``ValueError`` if none.
+    """The milliseconds that ``text`` names: ``500ms``, ``5s``, ``2min``. ``ValueError`` if none.
 
     With ``plain_ms`` a plain number is milliseconds; without it, only 0 needs no unit.
     """
@@ -63,7 +63,7 @@ def exact_size(nbytes: int) -> str:
 
 
 def rough_size(nbytes: int) -> str:
-    """Bytes with one decimal in the unit that fits: ``1.5 MiB``; below 1 KiB all of them."""
+    """Bytes with one decimal in the unit that fits: ``1.5 MiB``; below 1 KiB the exact number."""
     if nbytes < KIB:
         return f"{nbytes:,} B"
     amount, unit = nbytes / KIB, "KiB"

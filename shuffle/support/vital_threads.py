@@ -1,14 +1,14 @@
 """Threads that others depend on: none of them dies alone.
 
-A thread that ends with an exception says nothing to anybody: its process lives, whoever waits for it waits for ever,
-and whoever asks whether the process is well is told that it is. So each thread that something else waits for is started
-here. When one dies, the reason is logged and whoever started it is told, by the dying thread itself, and decides:
+A thread that ends with an exception is not noticed: its process lives on, whatever waits for the thread waits for ever,
+and health checks still succeed. So each thread that something else waits for is started here. When one dies, the reason
+is logged, and the dying thread itself calls ``on_death`` of whoever started it, which decides:
 
 - a daemon turns its health off and ends its process with an error (``end_process``), so that it is started again;
 - a worker stops, and its ``run`` raises the error;
 - a store or a client inside a user's process, which is not ours to end, raises the error from every call.
 
-A thread whose function returns has done what it was told to, and nobody hears of it.
+A thread whose function returns has done its work, and ``on_death`` is not called.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from shuffle.support.exit_codes import EXIT_FAILED
 from shuffle.support.logs import get_logger
 
 OnDeath = Callable[[ThreadDied], None]
-"""Called once, by the thread that dies. It must not wait for that thread."""
+"""A function that is called once, by the thread that dies. It must not wait for that thread."""
 
 _alive: dict[threading.Thread, None] = {}
 _log = get_logger(__name__)
 
 
 def start_vital(target: Callable[[], object], name: str, on_death: OnDeath) -> threading.Thread:
-    """A started thread that runs ``target``, and calls ``on_death`` should that raise anything.
+    """Starts a thread that runs ``target``, and calls ``on_death`` if that raises anything.
 
-    It has the context of whoever starts it: its log lines are of the same worker.
+    It inherits the context of its caller, so its log lines name the same worker.
     """
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(_run, target, name, on_death), name=name, daemon=True)
@@ -53,8 +53,8 @@ def _run(target: Callable[[], object], name: str, on_death: OnDeath) -> None:
         died = _death_of(name, error)
         _log.error("a thread that others depend on has died", thread=name, error=died)
         on_death(died)
-        # What is no ordinary exception may be meant for somebody who runs the threads; Python itself lets one end with
-        # SystemExit without a word.
+        # What is no ordinary exception may be meant for whatever runs the threads; SystemExit ends a thread silently in
+        # Python itself, too.
         if not isinstance(error, Exception | SystemExit):
             raise
     finally:
@@ -62,9 +62,10 @@ def _run(target: Callable[[], object], name: str, on_death: OnDeath) -> None:
 
 
 def _death_of(name: str, error: BaseException) -> ThreadDied:
-    """Without the error as its cause: one that would pass by itself does not bring a thread back."""
+    """The error for ``on_death``. It does not have ``error`` as its cause: even if that would pass by itself, the
+    thread is gone."""
     reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return ThreadDied(f"the thread {name} has died of {reason}{_place(error)}", thread=name)
+    return ThreadDied(f"the thread {name} has died of {reason}{_raised_at(error)}", thread=name)
 
 
 def alive() -> list[str]:
@@ -73,7 +74,7 @@ def alive() -> list[str]:
 
 
 def end_process(error: Exception) -> NoReturn:
-    """Ends this process at once, whatever its other threads do, and says why in its last line."""
+    """Ends this process at once, whatever its other threads do, and prints the reason as its last line."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(EXIT_FAILED)
 
@@ -81,8 +82,8 @@ def end_process(error: Exception) -> NoReturn:
 def leave(code: int) -> NoReturn:
     """Ends this process with ``code`` when its work is done, without taking the interpreter apart.
 
-    Threads of ours and of Flight still run then. One that writes a line at the wrong moment makes Python abort, and who
-    started this process would take that for the reason of its end.
+    Threads of ours and of Flight still run then. One that writes a line at the wrong moment makes Python abort, and
+    whatever started this process would take that for the reason of its end.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -91,7 +92,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _place(error: BaseException) -> str:
+def _raised_at(error: BaseException) -> str:
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next

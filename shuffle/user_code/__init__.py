@@ -1,1 +1,1 @@
-"""The border to the user's classes: loading them, calling them, and what becomes of rows they refuse."""
+"""The interface to the user's classes: loading and creating them, and handling rows that they refuse."""

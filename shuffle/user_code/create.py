@@ -1,4 +1,4 @@
-"""Creating the user's mapper or reducer: the one place that calls a constructor of the user's."""
+"""Creates the user's mapper or reducer. No other module calls a constructor of the user's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from shuffle.api import WorkerSpec
 from shuffle.config_schema import check_config
 from shuffle.errors import SpecError, UserCodeError
-from shuffle.user_code.poison import is_transient, place_of, reason_of
+from shuffle.user_code.poison import is_transient, raised_at, reason_of
 
 
 def create(
@@ -16,9 +16,9 @@ def create(
 ) -> Any:
     """An object of the user's class ``cls``, with the defaults of ``config`` filled in that the class declares.
 
-    ``args`` are what its constructor takes after ``config`` and ``worker``. What it raises is the user's error and
-    becomes a ``UserCodeError`` that names the worker, the class and the line, with two exceptions: a ``SpecError`` says
-    already what is to be corrected, and an error that will pass by itself is nobody's fault.
+    ``args`` are the arguments of its constructor after ``config`` and ``worker``. An exception of the constructor
+    becomes a ``UserCodeError`` that names the worker, the class and the line, with two exceptions: a ``SpecError``
+    already says what is to be corrected, and an error of the store or the machine is not the user's.
     """
     checked = check_config(cls, config)
     try:
@@ -28,7 +28,7 @@ def create(
             raise
         raise UserCodeError(
             f"processor {worker.processor}, {role} {worker.index}: {cls.__module__}:{cls.__qualname__} could not be "
-            f"created: {reason_of(error)}{place_of(error, __file__)}",
+            f"created: {reason_of(error)}{raised_at(error, __file__)}",
             processor=worker.processor,
             role=role,
             worker=worker.index,

@@ -14,8 +14,8 @@ def code_digest(mapper_class: type[Any]) -> str:
     """A digest of what the user's class does: its compiled methods, its plain attributes, and the constants and
     functions of its module that they use. Comments, docstrings and layout do not matter.
 
-    It is compared only with one that begins alike: of the same version of Python, since another one compiles otherwise,
-    and of the same kind. (Those of ``hashlib`` would bring OpenSSL into each worker, which is 4 MB.)
+    It is compared only with a digest that has the same prefix: of the same version of Python, since another one
+    compiles differently, and of the same algorithm. (``hashlib`` would load OpenSSL into each worker, which is 4 MB.)
     """
     parts: list[str] = []
     for cls in mapper_class.__mro__:
@@ -66,7 +66,7 @@ def _code_parts(code: CodeType, doc: str | None) -> Iterator[str]:
 
 
 def _plain(value: Any) -> str:
-    """Text of a value made of plain data, the same in every process; the type alone of anything else."""
+    """The text of a value made of plain data, the same in every process; only the type of any other value."""
     if isinstance(value, (set, frozenset)):
         return f"{{{', '.join(sorted(map(_plain, value)))}}}"
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
-"""Finding the classes that a spec names: the user's modules are imported, and checked to be what they should be.
+"""Loads the classes that a spec names: the user's modules are imported, and the classes are checked.
 
-Modules are looked for in the working folder and beside the spec, and where else Python looks. Whatever is wrong with
-them is one line with the place in the spec and, where there is one, the line of the user's file.
+Modules are looked for in the working folder, beside the spec, and where Python looks by default. Every error is one
+line with the position in the spec and, where there is one, the line of the user's file.
 """
 
 from __future__ import annotations
@@ -22,57 +22,58 @@ from shuffle.spec.inputs import ClassInputSpec
 from shuffle.support.suggest import did_you_mean
 
 ALIASES = ("mapper", "reducer", "statestore", "spark_connector", "examples")
-"""Packages of ``shuffle`` that are importable by their last name, too: ``python -m mapper``."""
+"""The packages of ``shuffle`` that can also be imported by their last name, as in ``python -m mapper``."""
 
 _OWN_FOLDER = Path(__file__).resolve().parents[2]
 
 
 def load_class(spec: ProcessorSpec, role: Literal["mapper", "reducer"]) -> type[Any]:
-    """The user's class for ``role``, with its configuration checked; ``SpecError`` as of ``import_user_class``."""
+    """The user's class for ``role``, with its configuration checked. Raises ``SpecError`` like
+    ``import_user_class``."""
     name = spec.mapper.class_name if role == "mapper" else spec.reducer.class_name
-    found = import_user_class(spec, f"{role}.class", name, api.Mapper if role == "mapper" else api.Reducer)
-    _check_user_config(spec, role, found)
-    return found
+    user_class = import_user_class(spec, f"{role}.class", name, api.Mapper if role == "mapper" else api.Reducer)
+    _check_user_config(spec, role, user_class)
+    return user_class
 
 
 def load_input_class(spec: ProcessorSpec, base: type[Any]) -> type[Any]:
     """The user's class for the input."""
     if not isinstance(spec.input, ClassInputSpec):
         raise SpecError(f"{spec.at('input')}: names no class")
-    found = import_user_class(spec, "input.class", spec.input.class_name, base)
-    if found.ends is not base.ends and found.reached is base.reached:
+    user_class = import_user_class(spec, "input.class", spec.input.class_name, base)
+    if user_class.ends is not base.ends and user_class.reached is base.reached:
         raise SpecError(f"{spec.at('input.class')}: {spec.input.class_name} defines ends, but not reached")
-    return found
+    return user_class
 
 
 def import_user_class(spec: ProcessorSpec, key: str, name: str, base: type[Any]) -> type[Any]:
-    """The class ``name`` (``module:Class``) that stands at ``key`` in the spec, checked to be a subclass of ``base``.
+    """The class ``name`` (``module:Class``) that ``key`` of the spec names, checked to be a subclass of ``base``.
 
-    ``SpecError`` in one line, with the place in the user's file, if it cannot be had.
-    Modules are looked for in the working folder and beside the spec, and where else Python looks.
+    Raises a ``SpecError`` of one line, with the position in the user's file, if it cannot be imported.
+    Modules are looked for in the working folder, beside the spec, and where Python looks by default.
     """
-    place = spec.at(key)
+    at = spec.at(key)
     module_name, _, path = name.partition(":")
     _make_findable(spec, module_name.partition(".")[0])
     try:
-        found: Any = importlib.import_module(module_name)
+        member: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise SpecError(f"{place}: there is no module {module_name}{_similar_modules(spec, module_name)}") from None
-        raise SpecError(f"{place}: {module_name} cannot be imported: {_where(error)}") from None
-    except (Exception, SystemExit) as error:  # Anything at all may be raised by the user's module.
-        raise SpecError(f"{place}: {module_name} cannot be imported: {_where(error)}") from None
+            raise SpecError(f"{at}: there is no module {module_name}{_similar_modules(spec, module_name)}") from None
+        raise SpecError(f"{at}: {module_name} cannot be imported: {_where(error)}") from None
+    except (Exception, SystemExit) as error:  # The user's module may raise anything at all.
+        raise SpecError(f"{at}: {module_name} cannot be imported: {_where(error)}") from None
     for part in path.split("."):
-        if not hasattr(found, part):
-            hint = _hidden(spec, found) or did_you_mean(part, _classes_in(found, base))
-            raise SpecError(f"{place}: {module_name} has no class {path}{hint}")
-        found = getattr(found, part)
-    if not (inspect.isclass(found) and issubclass(found, base)):
-        raise SpecError(f"{place}: {name} is not a subclass of shuffle.{base.__name__}")
-    missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        if not hasattr(member, part):
+            hint = _hidden(spec, member) or did_you_mean(part, _classes_in(member, base))
+            raise SpecError(f"{at}: {module_name} has no class {path}{hint}")
+        member = getattr(member, part)
+    if not (inspect.isclass(member) and issubclass(member, base)):
+        raise SpecError(f"{at}: {name} is not a subclass of shuffle.{base.__name__}")
+    missing = ", ".join(sorted(getattr(member, "__abstractmethods__", ())))
     if missing:
-        raise SpecError(f"{place}: {name} does not define {missing}")
-    return found
+        raise SpecError(f"{at}: {name} does not define {missing}")
+    return member
 
 
 def _user_folders(spec: ProcessorSpec) -> list[Path]:
@@ -80,10 +81,11 @@ def _user_folders(spec: ProcessorSpec) -> list[Path]:
 
 
 def _make_findable(spec: ProcessorSpec, top_name: str) -> None:
-    """Put the user's folders on the path: behind Python's own modules, which they must not hide, and before ours.
+    """Puts the user's folders on the path: behind Python's own modules, which they must not hide, and before ours.
 
-    Of ours only ``shuffle`` is ever imported by workers, so a user's ``mapper.py`` or ``reducer.py`` hides nothing. The
-    names that the project has at the top level beside it are aliases for people, and give way.
+    Workers import only ``shuffle`` of this project, so a user's ``mapper.py`` or ``reducer.py`` hides nothing. The
+    other top-level names of the project are aliases for the command line, and the user's modules of the same names are
+    imported instead of them.
     """
     for folder in _user_folders(spec):
         for taken in (folder / "shuffle.py", folder / "shuffle" / "__init__.py"):
@@ -103,14 +105,14 @@ def _make_findable(spec: ProcessorSpec, top_name: str) -> None:
 def _in_user_folder(spec: ProcessorSpec, top_name: str) -> Path | None:
     """The user's module of this name: a file, or the folder of a package."""
     for folder in _user_folders(spec):
-        for found in (folder / f"{top_name}.py", folder / top_name):
-            if found.exists() and folder != _OWN_FOLDER:
-                return found
+        for path in (folder / f"{top_name}.py", folder / top_name):
+            if path.exists() and folder != _OWN_FOLDER:
+                return path
     return None
 
 
 def _hidden(spec: ProcessorSpec, module: Any) -> str:
-    """A hint, if the module that was imported is not the one of that name which the user has."""
+    """A hint if another module was imported than the user's one of the same name; otherwise empty."""
     mine = _in_user_folder(spec, module.__name__.partition(".")[0])
     imported = getattr(module, "__file__", None)
     if mine is None or (imported is not None and Path(imported).is_relative_to(mine.parent)):
@@ -118,15 +120,16 @@ def _hidden(spec: ProcessorSpec, module: Any) -> str:
     return f": that is Python's own module, or an installed one, and {mine} was not imported; rename yours"
 
 
-def _check_user_config(spec: ProcessorSpec, role: Literal["mapper", "reducer"], found: type[Any]) -> None:
+def _check_user_config(spec: ProcessorSpec, role: Literal["mapper", "reducer"], user_class: type[Any]) -> None:
     try:
-        check_config(found, spec.mapper.config if role == "mapper" else spec.reducer.config)
+        check_config(user_class, spec.mapper.config if role == "mapper" else spec.reducer.config)
     except SpecError as error:
         raise SpecError(f"{spec.at(f'{role}.config')}: {error.message}") from None
 
 
 def _where(error: BaseException) -> str:
-    """One line: the innermost place that belongs to neither Python nor an installed package, and the exception."""
+    """One line: the innermost line of code that belongs to neither Python nor an installed package, and the
+    exception."""
     what = f"{type(error).__name__}: {error}".splitlines()[0]
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"

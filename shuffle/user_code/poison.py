@@ -1,14 +1,14 @@
-"""Rows that user code cannot take: finding them, and the form in which they are set aside.
+"""Finds the rows for which user code raises, and encodes them as dead letters.
 
-A batch that makes ``map`` or ``reduce`` raise is cut in halves again and again until single rows are left that fail by
-themselves. With k such rows among n this takes O(k log n) attempts. The rest of the batch then goes its usual way, and
-the rows found go to a dead-letter queue, in the same transaction as the positions that pass over them.
+A batch that makes ``map`` or ``reduce`` raise is bisected until single rows are left that fail by themselves. With k
+such rows among n this takes O(k log n) attempts. The rest of the batch is then processed as usual, and those rows go to
+a dead-letter queue, in the same transaction as the positions that pass over them.
 
-Two kinds of failure are not the fault of a row, and are never blamed on one:
+Two kinds of failure are not caused by a row:
 
-- the store could not be asked, or the transaction lost a race (``is_transient``): the same rows are simply tried again;
-- the batch fails as a whole and its parts do not, or nearly every part of a huge batch does: that is the code, or
-  something it depends on, so the worker stops and says so.
+- the store could not be reached, or the transaction lost a race (``is_transient``): the same rows are tried again;
+- the batch fails as a whole and its parts do not, or nearly every part of a huge batch does: the cause is the code, or
+  something it depends on, so the worker stops with an error.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from shuffle.errors import UserCodeError
 from shuffle.support.retry import trouble_behind
 
 ATTEMPTS_MAX = 10_000
-"""Calls of user code for one batch. About six hundred bad rows among 65,536; more than that is not a few bad rows."""
+"""The most calls of user code to find the bad rows of one batch: enough for about six hundred bad rows among 65,536.
+With more than that, the cause is not a few bad rows."""
 
 REASON_CHARS_MAX = 2_000
-"""An exception's text may contain the row itself; the row is stored anyway."""
+"""The most characters of an exception's text that are stored: it may contain the row itself, which is stored anyway."""
 
 DEAD_LETTER_SCHEMA = pa.schema(
     [
@@ -46,12 +47,12 @@ DEAD_LETTER_SCHEMA = pa.schema(
 
 class PoisonRow(NamedTuple):
     row: int
-    """Where in the batch that was searched."""
+    """The offset of the row in the batch that was searched."""
     reason: str
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the store or the machine is to blame for ``error``, and neither a row nor the user's code."""
+    """Whether ``error`` was caused by the store or the machine, and neither by a row nor by the user's code."""
     return trouble_behind(error) is not None
 
 
@@ -60,8 +61,9 @@ def reason_of(error: BaseException) -> str:
     return text if len(text) <= REASON_CHARS_MAX else text[: REASON_CHARS_MAX - 1] + "…"
 
 
-def place_of(error: BaseException, not_in: str = __file__) -> str:
-    """Where in the code ``error`` was raised, as the end of a sentence about it; empty if that was in ``not_in``."""
+def raised_at(error: BaseException, not_in: str = __file__) -> str:
+    """The file, line and function in which ``error`` was raised, to be appended to a message; empty if that was in the
+    file ``not_in``."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != not_in]
     return f" (at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
 
@@ -71,23 +73,23 @@ def locate_poison(
 ) -> list[PoisonRow]:
     """The rows of ``rows`` for which ``attempt`` raises when given alone, in their order.
 
-    ``attempt`` must leave nothing behind: it is called with the same rows many times. Raises what ``attempt`` raised if
+    ``attempt`` must have no side effects: it is called with the same rows many times. Raises what ``attempt`` raised if
     that is transient, and UserCodeError if no set of single rows explains the failure.
     """
-    found: list[PoisonRow] = []
+    bad_rows: list[PoisonRow] = []
     attempts = 0
     whole: Exception | None = None
-    # A stack of ranges still to be tried, the leftmost on top, so that rows are found in their order.
+    # A stack of ranges still to be tried, the leftmost on top, so that bad rows are found in their order.
     ranges = [(0, rows.num_rows)] if rows.num_rows else []
     while ranges:
         begin, end = ranges.pop()
         if attempts >= attempts_max:
             raise UserCodeError(
-                f"{len(found)} rows of the first {begin} of a batch of {rows.num_rows} failed one by one, and after "
+                f"{len(bad_rows)} rows of the first {begin} of a batch of {rows.num_rows} failed one by one, and after "
                 f"{attempts} attempts there is no end to it: this looks like the code, or something it depends on, and "
                 f"not like a few bad rows. {reason_of(whole) if whole else ''}",
                 attempts=attempts,
-                bad_rows=len(found),
+                bad_rows=len(bad_rows),
             ) from whole
         attempts += 1
         try:
@@ -97,21 +99,21 @@ def locate_poison(
                 raise
             whole = whole or error
             if end - begin == 1:
-                found.append(PoisonRow(begin, reason_of(error)))
+                bad_rows.append(PoisonRow(begin, reason_of(error)))
             else:
                 middle = (begin + end) // 2
                 ranges.append((middle, end))
                 ranges.append((begin, middle))
-    if whole is not None and not found:
+    if whole is not None and not bad_rows:
         raise UserCodeError(
             f"a batch of {rows.num_rows} rows fails as a whole, but no row of it fails alone: {reason_of(whole)}",
             attempts=attempts,
         ) from whole
-    return found
+    return bad_rows
 
 
 def split_rows(rows: pa.Table, bad: Sequence[int]) -> tuple[pa.Table, pa.Table]:
-    """``rows`` without those at the places ``bad``, and those, both in their order."""
+    """``rows`` without those at the offsets ``bad``, and only those, both in their order."""
     if not bad:
         return rows, rows.slice(0, 0)
     keep = np.ones(rows.num_rows, dtype=bool)
@@ -129,7 +131,7 @@ def dead_letters(
     reasons: Sequence[str],
     rows: pa.Table,
 ) -> pa.Table:
-    """The rows of a dead-letter queue for ``rows``; the sequences have one entry for each of them."""
+    """``rows`` as rows of a dead-letter queue; the sequences have one entry for each of them."""
     count = rows.num_rows
     if not len(mappers) == len(positions) == len(reasons) == count:
         raise ValueError(f"{count} rows, {len(mappers)} mappers, {len(positions)} positions, {len(reasons)} reasons")

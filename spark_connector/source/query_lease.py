@@ -30,7 +30,7 @@ from shuffle.durable.query_lease import (
     has_lease,
     holder_key,
     holder_row,
-    process_place,
+    pid_namespace,
     process_started,
     stored_holder,
 )
@@ -69,7 +69,7 @@ class QueryLease:
             driver_pid=os.getppid(),
             pid=os.getpid(),
             started=process_started(os.getpid()),
-            place=process_place(),
+            place=pid_namespace(),
             since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         )
         self._lease: Lease | None = None

@@ -23,7 +23,7 @@ from shuffle.statestore.admin.text import QueueRows, TextRows, json_rows, parse_
 from shuffle.statestore.client.queue_consumers import queue_consumers, release_consumer
 from shuffle.statestore.codec.column_types import is_text_or_bytes
 from shuffle.support.exit_codes import EXIT_BROKEN_PIPE
-from shuffle.support.slow_wait import told
+from shuffle.support.slow_wait import announce_slow
 from shuffle.support.units import rough_size
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def open_existing(store: str) -> StateClient:
 
     folder = folder_of(store)
     if folder is None:
-        with told(f"the state store at {store} to answer"):
+        with announce_slow(f"the state store at {store} to answer"):
             return StateClient.connect(store)
     try:
         there = (folder / "FORMAT").is_file()
@@ -127,7 +127,7 @@ def open_existing(store: str) -> StateClient:
             f"there is no state store in {store!r}; give its folder, or {' or '.join(address_forms())} of the daemon",
             store=store,
         )
-    with told(f"the state store in {store} to open"):
+    with announce_slow(f"the state store in {store} to open"):
         return StateClient.open(store)
 
 

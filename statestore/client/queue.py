@@ -13,7 +13,7 @@ from shuffle.statestore.codec.schema import QueueSchema
 from shuffle.statestore.request import Append, CommitRequest, Trim
 from shuffle.statestore.store import STAGED_TTL_MS_DEFAULT, Store
 from shuffle.statestore.wire.operations import check_section
-from shuffle.support.fields import whole
+from shuffle.support.fields import as_int
 
 READ_ROWS_DEFAULT = 65_536
 READ_BYTES_DEFAULT = 16 * MIB
@@ -72,7 +72,7 @@ class Queue:
     ) -> Append:
         if (producer is None) != (sequence is None):
             raise BadInput("producer and sequence go together: give both, or none")
-        partition, sequence = whole(partition), whole(sequence)
+        partition, sequence = as_int(partition), as_int(sequence)
         append = encoded_append(self.queue_id, partition, self._description.conform_rows(rows), producer, sequence)
         check_section("append", self.queue_id, partition, len(append.payloads), producer, sequence)
         self._check_sizes(append.payloads)
@@ -118,7 +118,7 @@ class Queue:
         ``max_bytes`` is kept to about one row, and at least one row is returned if there is any. With ``one_answer``
         the store is asked once, which may give fewer rows than there are: it does not read on from file to file.
         """
-        partition, begin, max_rows = whole(partition), whole(begin), whole(max_rows)
+        partition, begin, max_rows = as_int(partition), as_int(begin), as_int(max_rows)
         if max_rows < 1 or max_bytes < 1:
             raise BadInput(f"max_rows and max_bytes must be at least 1, not {max_rows} and {max_bytes}")
         max_bytes = min(max_bytes, BATCH_BYTES_MAX)
@@ -148,7 +148,7 @@ class Queue:
 
     def trim(self, partition: int, index: int) -> None:
         """Give up the rows below the position ``index`` for good; whole files are freed."""
-        partition, index = whole(partition), whole(index)
+        partition, index = as_int(partition), as_int(index)
         check_section("trim", self.queue_id, partition, index)
         with self._noticing():
             self._store.commit(CommitRequest(trims=[Trim(self.queue_id, partition, index)]))

@@ -24,7 +24,7 @@ from shuffle.statestore.key_range import KeyRange
 from shuffle.statestore.request import CommitRequest, Committed, Expect, Publish, Reads, TableWrite, Trim
 from shuffle.statestore.store import ReadView, Store
 from shuffle.statestore.wire.operations import check_section
-from shuffle.support.fields import whole
+from shuffle.support.fields import as_int
 
 
 class _Reads:
@@ -250,7 +250,7 @@ class Transaction(_Reads):
     def publish(self, queue: str, partition: int, staged_id: str) -> None:
         """Make rows visible that ``Queue.stage`` has written before."""
         self._check_open()
-        place = self._handles.queue(queue).queue_id, whole(partition)
+        place = self._handles.queue(queue).queue_id, as_int(partition)
         check_section("publish", *place, staged_id)
         self._request.appends.append(Publish(*place, staged_id))
 
@@ -262,7 +262,7 @@ class Transaction(_Reads):
     def trim(self, queue: str, partition: int, index: int) -> None:
         """Give up the rows of a partition below ``index``."""
         self._check_open()
-        place, index = (self._handles.queue(queue).queue_id, whole(partition)), whole(index)
+        place, index = (self._handles.queue(queue).queue_id, as_int(partition)), as_int(index)
         check_section("trim", *place, index)
         self._request.trims.append(Trim(*place, index))
 

@@ -105,7 +105,7 @@ class FlightClient:
                 isinstance(error, ShuffleError) and not isinstance(error, BadInput)
             ):
                 raise
-            if isinstance(refused := flight.told(error), TooBusy):
+            if isinstance(refused := flight.sent_error(error), TooBusy):
                 raise NothingSent(refused.message) from refused
             raise StoreUnavailable(
                 f"the state store at {self._who} went away or did not answer within {timeout_s:g} s "

@@ -35,7 +35,7 @@ class NothingSent(Exception):
 
 def short_cause(error: BaseException) -> str:
     """The cause that ``error`` names, cut to one short line, for the end of another error's message."""
-    text = getattr(error, "strerror", None) or flight.words_of(error)
+    text = getattr(error, "strerror", None) or flight.message_of(error)
     first = text.splitlines()[0][:CAUSE_CHARS_MAX] if text else ""
     return first or type(error).__name__
 

@@ -24,7 +24,7 @@ from shuffle.statestore.server.metrics import StoreMetrics
 from shuffle.statestore.server.session_registry import SessionRegistry
 from shuffle.statestore.wire.proto import control_pb2 as pb
 from shuffle.support import flight
-from shuffle.support.endpoint import Endpoint, advertised, bracketed, check_advertise
+from shuffle.support.endpoint import Endpoint, advertised_endpoint, bracketed, check_advertise
 from shuffle.support.logs import get_logger, setup_logging
 from shuffle.support.metrics import MetricsServer, serve_metrics
 from shuffle.support.vital_threads import end_process
@@ -79,7 +79,7 @@ class StoreDaemon:
             self._metrics_server = None if metrics_listen is None else self._serve_metrics(metrics_listen)
             # With an empty host, each client uses the one at which it has reached this daemon.
             has_host = advertise is not None or not listening.is_everywhere
-            host = bracketed(advertised(listening, advertise).host) if has_host else ""
+            host = bracketed(advertised_endpoint(listening, advertise).host) if has_host else ""
             info = pb.InfoReply(
                 flight_address=f"grpc://{host}:{self._flight.port}",
                 lane_address="" if self._lane is None else f"tcp://{host}:{self._lane.port}",
@@ -96,7 +96,7 @@ class StoreDaemon:
         if not has_host:
             # Clients that read the address from the folder are on this machine.
             listening = replace(listening, host="127.0.0.1")
-        self.address = str(advertised(listening, advertise))
+        self.address = str(advertised_endpoint(listening, advertise))
         self.store.announce(self.address)
 
     @property

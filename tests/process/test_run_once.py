@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from shuffle.errors import BadInput
-from shuffle.run.run_lock import _leased, controllers_group, only_run
+from shuffle.run.run_lock import _leased, controllers_group, hold_run_lock
 from shuffle.spec.config import ProcessorSpec, load_spec
 from shuffle.statestore import StateClient
 from shuffle.statestore.local.store_folder import is_open
@@ -200,5 +200,5 @@ def test_lease_of_a_run_that_was_killed_is_waited_for(elsewhere: tuple[Processor
 def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "job.state").write_text("a file")
     spec = load_spec(write_spec(tmp_path, "one"))
-    with pytest.raises(BadInput, match=r"one\.yaml:2: state: .* cannot be written"), only_run(spec, print):
+    with pytest.raises(BadInput, match=r"one\.yaml:2: state: .* cannot be written"), hold_run_lock(spec, print):
         pass

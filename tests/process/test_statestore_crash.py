@@ -32,7 +32,7 @@ from shuffle.errors import (
     StoreUnavailable,
 )
 from shuffle.limits import MIB
-from shuffle.run.controller import answering_address
+from shuffle.run.controller import serving_address
 from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.statestore import StateClient
 from shuffle.support import flight
@@ -470,13 +470,13 @@ def test_address_that_a_killed_daemon_has_left_leads_to_nobody_else(tmp_path: Pa
         else:
             address = f"grpc://127.0.0.1:{stack.enter_context(flight.FlightServerBase('grpc://127.0.0.1:0')).port}"
         (folder / "daemon.json").write_text(json.dumps({"address": address, "pid": killed.pid}))
-        assert answering_address(folder) is None
+        assert serving_address(folder) is None
         with pytest.raises(StoreUnavailable, match="no daemon serves"):
             StoreHandle(os.fspath(folder), timeout_s=0).client()
         with StateClient.open(folder) as embedded:
             assert {table.name for table in embedded.tables()} == {"commits"}
     with StoreProcess(folder) as alive:
-        assert answering_address(folder) == alive.address
+        assert serving_address(folder) == alive.address
         StoreHandle(os.fspath(folder), timeout_s=0).client().close()
 
 

@@ -20,7 +20,7 @@ from shuffle.mapper.readers.queue import encode_position
 from shuffle.metrics import MapperMetrics, ReducerMetrics, serve_metrics
 from shuffle.preflight.check import check_against_store
 from shuffle.run.determinism import check_map, first_difference
-from shuffle.run.drain import drain_goal, look_whether_drained
+from shuffle.run.drain import drain_goal, is_drained
 from shuffle.run.status import MapperStatus, ProcessorStatus, ReducerStatus, collect
 from shuffle.run.supervisor import RestartPolicy
 from shuffle.run.terminal import ChildView, Rates, progress_line, render
@@ -171,7 +171,7 @@ def test_drain_looks_at_persisted_tokens(tmp_path: Path, client: StateClient) ->
     spec = spec_for(tmp_path, "Good")
     mapper_count = check_against_store(spec, client)
     goal = drain_goal(open_input(spec, client), mapper_count)
-    assert not look_whether_drained(goal, spec, client)
+    assert not is_drained(goal, spec, client)
     assert goal.open_partitions == {1}  # Partition 0 never had a row.
     mappers = client.table(spec.mappers_table)
     for position, drained in ((199, False), (200, True)):
@@ -186,7 +186,7 @@ def test_drain_looks_at_persisted_tokens(tmp_path: Path, client: StateClient) ->
             }
             tx.write(spec.mappers_table, pa.table(row, schema=pa.schema([*mappers.key, *mappers.value])))
             tx.commit()
-        assert look_whether_drained(goal, spec, client) is drained
+        assert is_drained(goal, spec, client) is drained
 
 
 # The check of map ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from rich.console import Console
 from shuffle import cli
 from shuffle.errors import BadInput, UserCodeError
 from shuffle.preflight.check import check_against_store
-from shuffle.run.dead_letters import Replay, Replayed, count_words, dead_letter_queues
+from shuffle.run.dead_letters import Replay, Replayed, dead_letter_queues, dead_letter_summary
 from shuffle.run.status import collect
 from shuffle.run.terminal import Rates, progress_line, render
 from shuffle.spec.config import ProcessorSpec, load_spec
@@ -122,7 +122,7 @@ def replay(spec: ProcessorSpec, client: StateClient) -> Replayed:
 
 
 def test_dead_letters_are_in_the_status_and_on_the_screen(spec: ProcessorSpec, client: StateClient) -> None:
-    assert count_words(dead_letter_queues(spec, client)) == ""
+    assert dead_letter_summary(dead_letter_queues(spec, client)) == ""
     assert "dead letter" not in progress_line(collect(spec, client), Rates(), 0)
     set_aside(client, "mapper", 0, logs_of(1, 2))
     set_aside(client, "reducer", 1, users("bad"))

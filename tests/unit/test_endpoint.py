@@ -11,7 +11,7 @@ from shuffle.errors import BadInput
 from shuffle.support.endpoint import (
     HOST_PORT,
     Endpoint,
-    advertised,
+    advertised_endpoint,
     check_advertise,
     has_scheme,
     host_towards,
@@ -106,7 +106,7 @@ def test_encrypted_endpoint_has_another_scheme() -> None:
     ],
 )
 def test_advertised_endpoint(listening: Endpoint, advertise: str | None, told: Endpoint) -> None:
-    assert advertised(listening, advertise) == told
+    assert advertised_endpoint(listening, advertise) == told
 
 
 @pytest.mark.parametrize("advertise", ["", "host:", "host:0", "grpc://host:1", "::1", "a b", "host:70000"])
@@ -114,7 +114,7 @@ def test_what_cannot_be_advertised_is_refused(advertise: str) -> None:
     with pytest.raises(BadInput, match=r"cannot advertise .*: write it as host or host:port"):
         check_advertise(advertise)
     with pytest.raises(BadInput):
-        advertised(Endpoint("127.0.0.1", 5), advertise)
+        advertised_endpoint(Endpoint("127.0.0.1", 5), advertise)
 
 
 @pytest.mark.parametrize("advertise", ["0.0.0.0", "0.0.0.0:7070", "[::]"])

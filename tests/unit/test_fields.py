@@ -203,7 +203,9 @@ def test_any_header_is_a_question_or_refused(header: dict[str, Any]) -> None:
         check_request(header)
     except BadInput:
         return
-    assert all(field.optional or type(header[field.name]) is field.kind for field in OPERATIONS[header["op"]].request)
+    assert all(
+        field.optional or type(header[field.name]) is field.value_type for field in OPERATIONS[header["op"]].request
+    )
 
 
 @pytest.mark.parametrize(

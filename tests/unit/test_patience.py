@@ -9,13 +9,13 @@ import pytest
 
 from shuffle import cli
 from shuffle.statestore import StateClient
-from shuffle.support.slow_wait import TELL_AFTER_S, told
+from shuffle.support.slow_wait import ANNOUNCE_AFTER_S, announce_slow
 from tests.waiting import WAIT_S, wait_until
 
 
 def test_short_wait_is_not_told_of() -> None:
     said: list[str] = []
-    with told("nothing", said.append, after_s=30.0):
+    with announce_slow("nothing", said.append, after_s=30.0):
         pass
     assert said == []
 
@@ -28,7 +28,7 @@ def test_long_wait_is_told_of_once_while_it_lasts() -> None:
         said.append(line)
         heard.set()
 
-    with told("the tide", say, after_s=0.01):
+    with announce_slow("the tide", say, after_s=0.01):
         assert heard.wait(30.0)
     assert said == ["waiting for the tide"]
 
@@ -48,4 +48,4 @@ def test_folder_that_another_process_has_open_is_named_at_once(
         thread.join(WAIT_S)
     assert codes == [1]
     assert "is open in another process" in capsys.readouterr().err
-    assert TELL_AFTER_S < 1.0
+    assert ANNOUNCE_AFTER_S < 1.0

@@ -149,8 +149,8 @@ def _kind(reader: Any, hint: Any, inner: type | None) -> str:
     made = inspect.getclosurevars(reader).nonlocals
     if "choices" in made:
         return text.either(made["choices"])
-    if "wanted" in made:
-        return str(made["wanted"].partition(":")[0].removeprefix("a ").removeprefix("an "))
+    if "expected" in made:
+        return str(made["expected"].partition(":")[0].removeprefix("a ").removeprefix("an "))
     hint = next((part for part in typing.get_args(hint) if part is not type(None)), hint)
     return {str: "text", int: "whole number", bool: "`true` or `false`", float: "number"}.get(hint, "text")
 

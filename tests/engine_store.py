@@ -78,7 +78,7 @@ class Store:
         group = self.engine.prepare(requests, self.oldest_version)
         self.engine.persist(group)
         self.engine.remove_files(self.engine.apply(group))
-        return group.answers
+        return group.results
 
     def commit(self, request: CommitRequest) -> Committed:
         [answer] = self.group(request)

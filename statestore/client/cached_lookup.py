@@ -57,7 +57,7 @@ class CachedLookups:
         value: bytes | None = to_list(values)[0]
         last = cached.last
         if last is None or last[0] != value:
-            cached.last = last = value, cached.table.found_rows(cached.keys, values)
+            cached.last = last = value, cached.table.decode_lookup(cached.keys, values)
         return last[1]
 
     def _entry(self, at: _At) -> _Cached:

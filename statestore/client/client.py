@@ -167,7 +167,7 @@ class StateClient:
 
         It ends when nobody has renewed it (``Snapshot.renew``, ``snapshot_at``) for ``ttl_ms``, not with this client.
         """
-        view = self._store.share_moment(ttl_ms)
+        view = self._store.share_view(ttl_ms)
         return f"{view.session_id}.{view.view_id}.{view.version}"
 
     def snapshot_at(self, token: str) -> Snapshot:
@@ -186,7 +186,7 @@ class StateClient:
 
     def _lookup(self, table: Table, keys: pa.Table | pa.RecordBatch) -> pa.Table:
         conformed, encoded = table.encode_keys(keys)
-        return table.found_rows(conformed, self._store.get(None, table.table_id, encoded))
+        return table.decode_lookup(conformed, self._store.get(None, table.table_id, encoded))
 
     def cached_lookup(self, table: str, key: Sequence[Any]) -> pa.Table:
         """The row with this key as of now, or no row: a ``lookup`` for one row that is asked for very often.

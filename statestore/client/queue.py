@@ -63,17 +63,17 @@ class Queue:
         With a ``producer`` and a ``sequence`` (which grows with each append), repeating an append whose answer was lost
         is safe: it appears once, and both get the same answer.
         """
-        append = self.encoded(partition, rows, producer, sequence)
+        append = self.encode_append(partition, rows, producer, sequence)
         with self._noticing():
             return self._store.commit(CommitRequest(appends=[append])).appended[0]
 
-    def encoded(
+    def encode_append(
         self, partition: int, rows: pa.Table | pa.RecordBatch, producer: str | None, sequence: int | None
     ) -> Append:
         if (producer is None) != (sequence is None):
             raise BadInput("producer and sequence go together: give both, or none")
         partition, sequence = whole(partition), whole(sequence)
-        append = encoded_append(self.queue_id, partition, self._description.conform_rows(rows), producer, sequence)
+        append = _make_append(self.queue_id, partition, self._description.conform_rows(rows), producer, sequence)
         check_section("append", self.queue_id, partition, len(append.payloads), producer, sequence)
         self._check_sizes(append.payloads)
         return append
@@ -83,7 +83,7 @@ class Queue:
 
         Returns the id to publish. Rows that are not published within ``ttl_ms`` are removed.
         """
-        encoded = payloads(self._description.conform_rows(rows))
+        encoded = _encode_payloads(self._description.conform_rows(rows))
         self._check_sizes(encoded)
         with self._noticing():
             return self._store.stage(self.queue_id, encoded, ttl_ms)
@@ -175,14 +175,14 @@ def _within(batch: pa.RecordBatch, max_bytes: int, at_least_one: bool) -> pa.Rec
     return batch.slice(0, max(rows, 1) if at_least_one else rows)
 
 
-def encoded_append(
+def _make_append(
     queue_id: int, partition: int, batch: pa.RecordBatch, producer: str | None, sequence: int | None
 ) -> Append:
     """An append whose batches are small enough to be read one at a time."""
-    return Append(queue_id, partition, payloads(batch), producer, sequence)
+    return Append(queue_id, partition, _encode_payloads(batch), producer, sequence)
 
 
-def payloads(batch: pa.RecordBatch) -> list[pa.Buffer]:
+def _encode_payloads(batch: pa.RecordBatch) -> list[pa.Buffer]:
     """``batch`` as Arrow IPC messages of at most about ``APPEND_BYTES_MAX``."""
     pieces = -(-batch.nbytes // APPEND_BYTES_MAX) or 1
     rows = min(-(-batch.num_rows // pieces) or 1, BATCH_ROWS_MAX)

@@ -50,7 +50,7 @@ def scan_chunks(
         yield keys, values
 
 
-def overlaid(fetch: FetchChunk, written: Mapping[bytes, bytes | None], reverse: bool) -> FetchChunk:
+def overlay_writes(fetch: FetchChunk, written: Mapping[bytes, bytes | None], reverse: bool) -> FetchChunk:
     """``fetch`` as a transaction sees it: with its own writes over what the store has."""
     ordered = sorted(written)
 

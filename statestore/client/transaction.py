@@ -17,11 +17,11 @@ from shuffle.errors import BadInput, TooLarge, UnknownTable
 from shuffle.limits import TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
 from shuffle.statestore.client.handles import Handles
 from shuffle.statestore.client.row_cache import RowCache
-from shuffle.statestore.client.scan import Chunk, overlaid, scan_chunks, split_ranges
+from shuffle.statestore.client.scan import Chunk, overlay_writes, scan_chunks, split_ranges
 from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of, no_values, sort_by_key, to_array, to_list
 from shuffle.statestore.codec.sorted_table import Bound, Table
 from shuffle.statestore.key_range import KeyRange
-from shuffle.statestore.request import CommitRequest, Committed, Expect, Publish, Reads, TableWrite, Trim
+from shuffle.statestore.request import CommitRequest, Committed, Precondition, Publish, ReadSet, TableWrite, Trim
 from shuffle.statestore.store import ReadView, Store
 from shuffle.statestore.wire.operations import check_section
 from shuffle.support.fields import whole
@@ -39,7 +39,7 @@ class _Reads:
         """The rows with these keys: key and value columns, in the order of ``keys``; missing ones are absent."""
         found = self._handles.table(table)
         conformed, encoded = found.encode_keys(keys)
-        return found.found_rows(conformed, self._get(found, encoded))
+        return found.decode_lookup(conformed, self._get(found, encoded))
 
     def scan(
         self,
@@ -76,7 +76,7 @@ class _Reads:
         try:
             if self._view is not None:
                 return self._store.get(self._view, table.table_id, keys)
-            self._view, values = self._store.get_and_hold(table.table_id, keys)
+            self._view, values = self._store.open_view_and_get(table.table_id, keys)
         except UnknownTable:
             self._handles.forget_all()
             raise
@@ -130,7 +130,7 @@ class Snapshot(_Reads):
 
     def renew(self) -> None:
         """Tell the store that a shared snapshot is still in use. One of this client alone is kept up without it."""
-        self._store.renew_moment(self._opened())
+        self._store.renew_view(self._opened())
 
     def split(self, table: str, parts: int, ranges: Sequence[KeyRange] | None = None) -> list[KeyRange]:
         """Cuts ``ranges`` of a table (all of it) into at least ``parts`` pieces that have rows, if there are enough.
@@ -202,19 +202,19 @@ class Transaction(_Reads):
         """
         self._check_open()
         found = self._handles.table(table)
-        self._expect(Expect(found.table_id, *found.encode_rows(rows)), table)
+        self._expect(Precondition(found.table_id, *found.encode_rows(rows)), table)
 
     def expect_absent(self, table: str, keys: pa.Table | pa.RecordBatch) -> None:
         """Commit only if no row of the table has one of these keys at that moment."""
         self._check_open()
         found = self._handles.table(table)
         _, encoded = found.encode_keys(keys)
-        self._expect(Expect(found.table_id, encoded, no_values(encoded)), table)
+        self._expect(Precondition(found.table_id, encoded, no_values(encoded)), table)
 
-    def _expect(self, expect: Expect, table: str) -> None:
+    def _expect(self, expect: Precondition, table: str) -> None:
         if len(expect.keys):
             self._grow(bytes_of(expect.keys) + bytes_of(expect.values), len(expect.keys), table)
-            self._request.expects.append(expect)
+            self._request.preconditions.append(expect)
 
     # --- writing ---
 
@@ -243,7 +243,7 @@ class Transaction(_Reads):
     ) -> None:
         """Append rows to a partition of a queue. Their positions are in the answer of ``commit``."""
         self._check_open()
-        append = self._handles.queue(queue).encoded(partition, rows, producer, sequence)
+        append = self._handles.queue(queue).encode_append(partition, rows, producer, sequence)
         self._grow(sum(payload.size for payload in append.payloads), 0, queue)
         self._request.appends.append(append)
 
@@ -315,7 +315,7 @@ class Transaction(_Reads):
         if known:
             self._seen.update(known)
             names, values = as_given(list(known)), as_given(list(known.values()))
-            self._expect(Expect(table.table_id, names, values), table.schema.name)
+            self._expect(Precondition(table.table_id, names, values), table.schema.name)
         asked = [key for key in unseen if key not in known]  # 3
         if asked:
             found = self._get_stored(table, as_given(asked))
@@ -330,7 +330,7 @@ class Transaction(_Reads):
         def fetch(begin: bytes, end: bytes | None, rows_max: int) -> Chunk:
             return self._fetch(table, reverse, begin, end, rows_max)
 
-        merged = overlaid(fetch, own, reverse) if own else fetch
+        merged = overlay_writes(fetch, own, reverse) if own else fetch
         return scan_chunks(merged, wanted, limit, reverse, self._ranges_read.append)
 
     def _own_writes(self, table_id: int) -> dict[bytes, bytes | None]:
@@ -362,7 +362,7 @@ class Transaction(_Reads):
         self._over = "committed"
         view, self._view = self._view, None
         if view is not None:
-            self._request.reads = Reads(view.version, self._keys_read, self._ranges_read)
+            self._request.reads = ReadSet(view.version, self._keys_read, self._ranges_read)
         try:
             committed = self._store.commit(self._request, view)
         except BaseException as error:

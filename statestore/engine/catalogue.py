@@ -12,7 +12,7 @@ from shuffle.statestore.codec.constraints import TableConstraints
 from shuffle.statestore.codec.keys import KeyCodec, bytes_after, table_prefix
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.codec.segment import encode_file_header
-from shuffle.statestore.codec.small_batch import FEW_ROWS, SmallKeyCodec, SmallValueCodec
+from shuffle.statestore.codec.small_batch import SMALL_BATCH_ROWS_MAX, SmallKeyCodec, SmallValueCodec
 from shuffle.statestore.codec.values import RowCodec
 from shuffle.statestore.request import CatalogueChange, CreateQueue, CreateTable, Pairs, TableWrite
 
@@ -31,8 +31,8 @@ class TableEntry:
     constraints: TableConstraints
     keys: KeyCodec
     codec: RowCodec
-    few_keys: SmallKeyCodec
-    few_values: SmallValueCodec
+    small_keys: SmallKeyCodec
+    small_values: SmallValueCodec
 
     @staticmethod
     def of(schema: TableSchema) -> TableEntry:
@@ -49,7 +49,7 @@ class TableEntry:
             SmallValueCodec(schema.value),
         )
 
-    def checked(self, write: TableWrite) -> Pairs:
+    def check_write(self, write: TableWrite) -> Pairs:
         """The pairs that are to be written, once they were found to be rows of this table, which is looked at once.
 
         One row that is none would make every later scan over it fail.
@@ -59,9 +59,11 @@ class TableEntry:
             write.pairs = to_list(write.keys), to_list(write.values)
         return write.pairs
 
-    def _are_right(self, keys: Binary, values: Binary) -> bool:
+    def _are_valid(self, keys: Binary, values: Binary) -> bool:
         """Whether these are a few rows with nothing wrong about them; the steps after this say what is wrong."""
-        if not (isinstance(keys, list) and isinstance(values, list) and len(keys) == len(values) <= FEW_ROWS):
+        if not (
+            isinstance(keys, list) and isinstance(values, list) and len(keys) == len(values) <= SMALL_BATCH_ROWS_MAX
+        ):
             return False
         prefix, key_bytes_max = self.prefix, KEY_BYTES_MAX + len(self.prefix)
         for key in keys:
@@ -70,10 +72,10 @@ class TableEntry:
         for value in values:
             if value is not None and len(value) > VALUE_BYTES_MAX:
                 return False
-        return self.few_keys.are_right(keys, len(prefix)) and self.few_values.are_right(values)
+        return self.small_keys.are_valid(keys, len(prefix)) and self.small_values.are_valid(values)
 
     def _check_rows(self, keys: Binary, values: Binary) -> None:
-        if self._are_right(keys, values):
+        if self._are_valid(keys, values):
             self.constraints.check(values)
             return
         name = self.schema.name

@@ -14,12 +14,12 @@ GROUP_COMMITS_MAX = 1024
 
 
 @dataclass(slots=True)
-class Group:
+class CommitGroup:
     """Commits that become durable together."""
 
     version_before: int = 0
     """Of the store, before the first commit of the group."""
-    answers: list[Committed | ShuffleError] = field(default_factory=list)
+    results: list[Committed | ShuffleError] = field(default_factory=list)
     puts: list[Pairs] = field(default_factory=list)
     cleared: list[tuple[bytes, bytes]] = field(default_factory=list)
     """Ranges of keys that are removed before anything is put."""
@@ -59,7 +59,7 @@ class Group:
 
 
 @dataclass(slots=True)
-class Checked:
+class CheckedCommit:
     """What checking a commit has found out."""
 
     puts: list[Pairs]

@@ -24,7 +24,7 @@ from shuffle.statestore.codec.arrow_bytes import nulls_in, to_list
 from shuffle.statestore.codec.keys import table_prefix
 from shuffle.statestore.codec.segment import RecordIndex, encode_record, record_bytes
 from shuffle.statestore.engine.catalogue import CATALOGUE_PREFIX, Catalogue, CatalogueStep
-from shuffle.statestore.engine.commit_group import Checked, Group
+from shuffle.statestore.engine.commit_group import CheckedCommit, CommitGroup
 from shuffle.statestore.engine.conflicts import ConflictHistory
 from shuffle.statestore.engine.leftovers import clean_files, segment_name
 from shuffle.statestore.engine.ordered_table import FileWrite, Partition, PartitionPlan, partition_prefix, queue_prefix
@@ -34,7 +34,7 @@ from shuffle.statestore.request import (
     Append,
     CommitRequest,
     Committed,
-    Expect,
+    Precondition,
     Publish,
     Trim,
     check_producer,
@@ -94,7 +94,7 @@ class Engine:
 
     # --- step 1: prepare ---
 
-    def prepare(self, requests: Sequence[CommitRequest], oldest_version: int) -> Group:
+    def prepare(self, requests: Sequence[CommitRequest], oldest_version: int) -> CommitGroup:
         """Check each commit in order; no open transaction reads at a version below ``oldest_version``.
 
         Whatever goes wrong with one of them is the answer to that one, and nothing is left of it: neither the others
@@ -103,18 +103,18 @@ class Engine:
         self.history.forget_before(oldest_version)
         refused: dict[int, ShuffleError] = {}
         while True:
-            group = Group(version_before=self.version, room_bytes=self._room_bytes())
+            group = CommitGroup(version_before=self.version, room_bytes=self._room_bytes())
             for number, request in enumerate(requests):
                 if number in refused:
-                    group.answers.append(refused[number])
+                    group.results.append(refused[number])
                     continue
                 try:
                     checked = self._checked(request, group)
                 except Exception as error:
-                    group.answers.append(_refusal(error))
+                    group.results.append(_refusal(error))
                     continue
                 try:
-                    group.answers.append(self._accept(request, checked, group))
+                    group.results.append(self._accept(request, checked, group))
                 except Exception as error:
                     # It has changed the group by half. The others are prepared again, without it.
                     refused[number] = _refusal(error)
@@ -125,10 +125,10 @@ class Engine:
                     group.puts.append(([VERSION_KEY], [b"%d" % self.version]))
                 return group
 
-    def _checked(self, request: CommitRequest, group: Group) -> Checked:
+    def _checked(self, request: CommitRequest, group: CommitGroup) -> CheckedCommit:
         """Everything that can be wrong with a commit is found here, before the group is touched."""
         size_bytes = self._checked_size(request, group)
-        puts = [self.catalogue.table(write.table_id).checked(write) for write in request.writes]
+        puts = [self.catalogue.table(write.table_id).check_write(write) for write in request.writes]
         rows = [self._checked_append(append) for append in request.appends]
         if request.appends:
             check_published_once(request.appends)
@@ -139,7 +139,7 @@ class Engine:
             reason = self.history.conflict(request.reads.version, read, request.reads.ranges)
             if reason is not None:
                 raise Conflict(f"the transaction cannot commit: {reason}; nothing was written, run it again")
-        for expect in request.expects:
+        for expect in request.preconditions:
             self._check_expected(expect, group)
         step = self._checked_catalogue(request, group)
         repeated = [self._repeated(append, group) for append in request.appends]
@@ -147,9 +147,9 @@ class Engine:
             first_time = zip(request.appends, repeated, strict=True)
             check_sequences([append for append, answer in first_time if answer is None])
         self._check_trims(request.trims, group)
-        return Checked(puts, size_bytes, rows, repeated, step)
+        return CheckedCommit(puts, size_bytes, rows, repeated, step)
 
-    def _accept(self, request: CommitRequest, checked: Checked, group: Group) -> Committed:
+    def _accept(self, request: CommitRequest, checked: CheckedCommit, group: CommitGroup) -> Committed:
         """Add a checked commit to the group. Nothing should fail from here on."""
         if request.is_empty:
             return Committed(self.version)
@@ -172,7 +172,7 @@ class Engine:
             self._plan(group, trim.queue_id, trim.partition).trim(trim.index)
         return Committed(self.version, tuple(appended))
 
-    def _checked_size(self, request: CommitRequest, group: Group) -> int:
+    def _checked_size(self, request: CommitRequest, group: CommitGroup) -> int:
         size_bytes = request.size_bytes()
         rows = sum(len(write.keys) for write in request.writes)
         if size_bytes > TRANSACTION_BYTES_MAX or rows > TRANSACTION_ROWS_MAX:
@@ -202,7 +202,7 @@ class Engine:
         """What may still be written: the rest of the disk, without what RocksDB has promised to flush to it."""
         return self._segments.free_bytes() - self._keys.unflushed_bytes() - DISK_RESERVE_BYTES
 
-    def _check_expected(self, expect: Expect, group: Group) -> None:
+    def _check_expected(self, expect: Precondition, group: CommitGroup) -> None:
         """The rows it names are those of the store with the commits before it in the group."""
         entry = self.catalogue.table(expect.table_id)
         name = entry.schema.name
@@ -238,12 +238,12 @@ class Engine:
         check_producer(append, entry.schema.name)
         return append.count_rows(entry.schema, entry.not_null)
 
-    def _repeated(self, append: Append | Publish, group: Group) -> tuple[int, int] | None:
+    def _repeated(self, append: Append | Publish, group: CommitGroup) -> tuple[int, int] | None:
         if isinstance(append, Publish):
             return None
         return self._plan(group, append.queue_id, append.partition).repeated(append.producer, append.sequence)
 
-    def _check_trims(self, trims: Sequence[Trim], group: Group) -> None:
+    def _check_trims(self, trims: Sequence[Trim], group: CommitGroup) -> None:
         for trim in trims:
             end = self._plan(group, trim.queue_id, trim.partition).end
             if trim.index > end:
@@ -253,14 +253,14 @@ class Engine:
                     end=end,
                 )
 
-    def _checked_catalogue(self, request: CommitRequest, group: Group) -> CatalogueStep | None:
+    def _checked_catalogue(self, request: CommitRequest, group: CommitGroup) -> CatalogueStep | None:
         if request.catalogue is None:
             return None
         # The caller gives a change of the catalogue a group of its own, so that no commit beside it sees half of it.
         assert not group.changed
         return self.catalogue.change(request.catalogue)
 
-    def _add_catalogue(self, step: CatalogueStep, group: Group) -> None:
+    def _add_catalogue(self, step: CatalogueStep, group: CommitGroup) -> None:
         pairs = step.rows(self.catalogue.next_id)
         group.catalogue = step
         # A dropped table may have any number of rows: they go as a range, not one by one.
@@ -273,7 +273,7 @@ class Engine:
         if pairs:
             group.puts.append(([key for key, _ in pairs], [value for _, value in pairs]))
 
-    def _plan(self, group: Group, queue_id: int, index: int) -> PartitionPlan:
+    def _plan(self, group: CommitGroup, queue_id: int, index: int) -> PartitionPlan:
         plan = group.partitions.get((queue_id, index))
         if plan is None:
             partition = self._partition(queue_id, index)
@@ -283,7 +283,7 @@ class Engine:
             group.partitions[queue_id, index] = plan
         return plan
 
-    def _add_append(self, append: Append | Publish, counts: list[int], group: Group) -> tuple[int, int]:
+    def _add_append(self, append: Append | Publish, counts: list[int], group: CommitGroup) -> tuple[int, int]:
         plan = self._plan(group, append.queue_id, append.partition)
         if isinstance(append, Publish):
             staged = self.staged.take(append.staged_id)
@@ -308,7 +308,7 @@ class Engine:
 
     # --- step 2: persist ---
 
-    def persist(self, group: Group) -> None:
+    def persist(self, group: CommitGroup) -> None:
         """Make the group durable. An error before (3) leaves nothing; one in (3) or (4) means a restart is needed."""
         if not group.changed:
             return
@@ -338,7 +338,7 @@ class Engine:
             self._segments.sync(write.name)
             crash_points.reach("store.after_segment_sync")
 
-    def _undo(self, group: Group) -> None:
+    def _undo(self, group: CommitGroup) -> None:
         """Nothing of the group was written to RocksDB: what it took is given back."""
         # Left in the history, its keys would refuse every next try: those read at the version before it.
         self.version = group.version_before
@@ -352,7 +352,7 @@ class Engine:
 
     # --- step 3: apply ---
 
-    def apply(self, group: Group) -> list[str]:
+    def apply(self, group: CommitGroup) -> list[str]:
         """The group is durable. Returns the segment files that nothing refers to any more."""
         unused = list(group.unused)
         for (queue_id, index), plan in group.partitions.items():

@@ -42,9 +42,9 @@ def clean_files(
             if segments.size(name) > committed[name]:
                 segments.truncate(name, committed[name])
             segments.close_file(name)
-        elif staged.found(name, now_ms):
+        elif staged.recover(name, now_ms):
             continue
-        elif is_done_with(name, version, catalogue, partitions):
+        elif is_obsolete(name, version, catalogue, partitions):
             segments.remove(name)
         else:
             segments.set_aside(name)
@@ -52,9 +52,7 @@ def clean_files(
     return unknown
 
 
-def is_done_with(
-    name: str, version: int, catalogue: Catalogue, partitions: Mapping[tuple[int, int], Partition]
-) -> bool:
+def is_obsolete(name: str, version: int, catalogue: Catalogue, partitions: Mapping[tuple[int, int], Partition]) -> bool:
     """Whether an unused file may be removed, in a store that was opened at ``version``."""
     staged = _STAGED.fullmatch(name)
     if staged is not None:

@@ -13,7 +13,7 @@ from shuffle.errors import BadInput, Expired, TooLarge
 from shuffle.statestore.store import ReadView
 
 SESSION_TTL_MS_MAX = 3_600_000
-MOMENTS_MAX = 10_000
+VIEWS_PER_SESSION_MAX = 10_000
 """Moments of one session: a client that holds more has forgotten to release them."""
 
 SESSIONS_MAX = 10_000
@@ -22,7 +22,7 @@ SESSIONS_MAX = 10_000
 SESSIONS_PER_PEER_MAX = 5_000
 """Of those, for the clients at one address: half is left for everybody else."""
 
-MOMENTS_IN_ALL_MAX = 100_000
+VIEWS_MAX = 100_000
 """Moments of all sessions together: each is a view of RocksDB, which keeps old versions of rows from being dropped."""
 
 
@@ -66,10 +66,10 @@ class Sessions:
 
     def hold(self, session_id: int, view: ReadView) -> None:
         session = self._session(session_id)
-        if len(session.views) >= MOMENTS_MAX:
-            raise TooLarge(f"{MOMENTS_MAX} snapshots and transactions are open in this session: close some")
-        if self._views >= MOMENTS_IN_ALL_MAX:
-            raise TooLarge(f"{MOMENTS_IN_ALL_MAX} snapshots and transactions are open at this store: close some")
+        if len(session.views) >= VIEWS_PER_SESSION_MAX:
+            raise TooLarge(f"{VIEWS_PER_SESSION_MAX} snapshots and transactions are open in this session: close some")
+        if self._views >= VIEWS_MAX:
+            raise TooLarge(f"{VIEWS_MAX} snapshots and transactions are open at this store: close some")
         self._views += view.view_id not in session.views
         session.views[view.view_id] = view
 

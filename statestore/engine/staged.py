@@ -22,7 +22,7 @@ STAGED_TTL_MS_MAX = 7 * 24 * 3_600_000
 STAGED_MAX = 20_000
 """Staged appends that wait at once. Each is a file; a batch of 300 GB written by Spark has half as many."""
 
-STAGED_OF_DISK = 2
+STAGED_DISK_DIVISOR = 2
 """And all of them together may have the free room of the disk divided by this, what they have already included."""
 
 _NAME = re.compile(r"staged-(\d+)-([0-9a-f]+)-(\d+)\.seg")
@@ -83,13 +83,13 @@ class StagedFiles:
             raise TooLarge(f"{STAGED_MAX} staged appends wait to be published: publish or discard some first")
         # A copy, since rows are staged by other threads meanwhile.
         staged_bytes = sum(staged.size_bytes for staged in list(self._waiting.values()))
-        if size_bytes + staged_bytes > (self._segments.free_bytes() + staged_bytes) // STAGED_OF_DISK:
+        if size_bytes + staged_bytes > (self._segments.free_bytes() + staged_bytes) // STAGED_DISK_DIVISOR:
             raise DiskFull(
                 f"staged rows that wait to be published have {staged_bytes} bytes, and may have half of what the disk "
                 "has left: nothing was written; publish or discard some first"
             )
 
-    def found(self, name: str, now_ms: int) -> bool:
+    def recover(self, name: str, now_ms: int) -> bool:
         """A file met when the store is opened: True when it is a staged append that may still be published."""
         match = _NAME.fullmatch(name)
         if match is None:

@@ -229,13 +229,13 @@ class RemoteStore:
         response, _ = self._send_in_session({"op": "open"})
         return ReadView(response["view"], response["version"])
 
-    def share_moment(self, ttl_ms: int) -> ReadView:
+    def share_view(self, ttl_ms: int) -> ReadView:
         # A session of its own: it must live on when this process ends.
         session_id = self._open_session(ttl_ms)
         response, _ = self._send({"op": "open", "session": session_id})
         return ReadView(response["view"], response["version"], session_id)
 
-    def renew_moment(self, view: ReadView) -> None:
+    def renew_view(self, view: ReadView) -> None:
         self._call("RenewSession", session_id=view.session_id or self._session())
 
     def abandon_view(self, view: ReadView) -> None:
@@ -259,7 +259,7 @@ class RemoteStore:
         response = self._send_in_session({**header, "view": view.view_id}, rows_of(keys, None), view)
         return _rows(response)[1]
 
-    def get_and_hold(self, table_id: int, keys: Binary) -> tuple[ReadView, Binary]:
+    def open_view_and_get(self, table_id: int, keys: Binary) -> tuple[ReadView, Binary]:
         response = self._send_in_session({"op": "get", "table": table_id, "hold": True}, rows_of(keys, None))
         return ReadView(response[0]["view"], response[0]["version"]), _rows(response)[1]
 

@@ -262,7 +262,7 @@ def test_transaction_of_very_many_appends_is_answered_or_refused_before_it_happe
             tx.append(queue.name, n % 2, numbers(n))
         assert len(tx.commit().appended) == appends
     assert queue.bounds() == [(0, appends // 2)] * 2
-    one = queue.encoded(0, numbers(1), None, None)
+    one = queue.encode_append(0, numbers(1), None, None)
     with pytest.raises(TooLarge, match="appends"):
         client.store.commit(CommitRequest(appends=[one] * (TRANSACTION_APPENDS_MAX + 1)))
     assert queue.bounds() == [(0, appends // 2)] * 2

@@ -33,7 +33,7 @@ def keys_are_right(schema: pa.Schema, *keys: bytes) -> bool:
         found = True
     except CorruptData:
         found = False
-    assert SmallKeyCodec(schema).are_right(keys, len(PREFIX)) == found
+    assert SmallKeyCodec(schema).are_valid(keys, len(PREFIX)) == found
     return found
 
 
@@ -43,7 +43,7 @@ def values_are_right(schema: pa.Schema, *values: bytes) -> bool:
         found = True
     except CorruptData:
         found = False
-    assert SmallValueCodec(schema).are_right(values) == found
+    assert SmallValueCodec(schema).are_valid(values) == found
     return found
 
 
@@ -133,10 +133,10 @@ def test_rows_of_a_slice_with_deletes_among_them_are_looked_at() -> None:
     key = [entry.prefix + struct.pack(">Q", n) for n in range(40)]
     value = b"\0" + struct.pack("<I", 2) + b"ab"
     values = [None if n % 3 == 0 else value for n in range(40)]
-    entry.checked(TableWrite(1, pa.array(key, pa.binary())[3:], pa.array(values, pa.binary())[3:]))
+    entry.check_write(TableWrite(1, pa.array(key, pa.binary())[3:], pa.array(values, pa.binary())[3:]))
     values[20] = value + b"c"
     for cut in (slice(3, None), slice(20, 21)):
         with pytest.raises(BadInput, match="not a row of this table"):
-            entry.checked(TableWrite(1, key[cut], values[cut]))
+            entry.check_write(TableWrite(1, key[cut], values[cut]))
         with pytest.raises(BadInput, match="not a row of this table"):
-            entry.checked(TableWrite(1, pa.array(key[cut], pa.binary()), pa.array(values[cut], pa.binary())))
+            entry.check_write(TableWrite(1, pa.array(key[cut], pa.binary()), pa.array(values[cut], pa.binary())))

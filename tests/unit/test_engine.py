@@ -29,9 +29,9 @@ from shuffle.statestore.request import (
     Committed,
     CreateTable,
     Drop,
-    Expect,
+    Precondition,
     Publish,
-    Reads,
+    ReadSet,
     TableWrite,
     Trim,
 )
@@ -42,11 +42,11 @@ def test_commits_of_one_group_are_checked_in_order(opened: Callable[..., Store])
     store = opened()
     table, _ = store.create()
     version = store.engine.version
-    first = CommitRequest(Reads(version, [key(table, 1)]), [write(table, {1: 10})])
-    late = CommitRequest(Reads(version, [key(table, 1)]), [write(table, {1: 20, 2: 20})])
-    phantom = CommitRequest(Reads(version, ranges=[KeyRange(b"", None)]), [write(table, {3: 30})])
+    first = CommitRequest(ReadSet(version, [key(table, 1)]), [write(table, {1: 10})])
+    late = CommitRequest(ReadSet(version, [key(table, 1)]), [write(table, {1: 20, 2: 20})])
+    phantom = CommitRequest(ReadSet(version, ranges=[KeyRange(b"", None)]), [write(table, {3: 30})])
     blind = CommitRequest(writes=[write(table, {1: 40})])
-    reader = CommitRequest(Reads(version + 2, [key(table, 1)]))
+    reader = CommitRequest(ReadSet(version + 2, [key(table, 1)]))
     answers = [*store.group(first, late, phantom, blind), *store.group(reader)]
     assert [type(answer) for answer in answers] == [Committed, CommitConflict, CommitConflict, Committed, Committed]
     assert [answers[0].version, answers[3].version] == [version + 1, version + 2]
@@ -60,20 +60,20 @@ def test_expected_rows_are_those_of_the_commits_before_it_in_the_group(opened: C
 
     def expecting(expected: dict[int, int], **changes: Any) -> CommitRequest:
         wanted = write(table, expected)
-        return CommitRequest(expects=[Expect(table.table_id, wanted.keys, wanted.values)], **changes)
+        return CommitRequest(preconditions=[Precondition(table.table_id, wanted.keys, wanted.values)], **changes)
 
-    absent = Expect(table.table_id, key(table, 1), pa.nulls(1, pa.binary()))
+    absent = Precondition(table.table_id, key(table, 1), pa.nulls(1, pa.binary()))
     delete = TableWrite(table.table_id, key(table, 1), pa.nulls(1, pa.binary()))
     answers = store.group(
-        CommitRequest(expects=[absent], writes=[write(table, {5: 50})]),
+        CommitRequest(preconditions=[absent], writes=[write(table, {5: 50})]),
         expecting({1: 10, 2: 10}, writes=[write(table, {1: 20})]),
         expecting({1: 10}, writes=[write(table, {5: 50})]),
         expecting({1: 20}, writes=[delete]),
         expecting({1: 20}),
-        CommitRequest(expects=[absent], writes=[write(table, {3: 30})]),
+        CommitRequest(preconditions=[absent], writes=[write(table, {3: 30})]),
         expecting({2: 10, 3: 30}),
-        CommitRequest(expects=[Expect(99, key(table, 1), key(table, 1))]),
-        CommitRequest(expects=[Expect(table.table_id, pa.array([b"x"], pa.binary()), key(table, 1))]),
+        CommitRequest(preconditions=[Precondition(99, key(table, 1), key(table, 1))]),
+        CommitRequest(preconditions=[Precondition(table.table_id, pa.array([b"x"], pa.binary()), key(table, 1))]),
     )
     refused = [index for index, answer in enumerate(answers) if isinstance(answer, CommitConflict)]
     assert refused == [0, 2, 4]
@@ -169,8 +169,8 @@ def bad_requests(table: Table, queue_id: int) -> list[CommitRequest]:
         CommitRequest(writes=[TableWrite(table.table_id, good, pa.array([], pa.binary()))]),
         CommitRequest(writes=[TableWrite(table.table_id, good, pa.array([b"no row"], pa.binary()))]),
         CommitRequest(writes=[TableWrite([], good, one)]),  # type: ignore[arg-type]
-        CommitRequest(Reads("x", [good])),  # type: ignore[arg-type]
-        CommitRequest(Reads(0, [], [KeyRange(None, None)])),  # type: ignore[arg-type]
+        CommitRequest(ReadSet("x", [good])),  # type: ignore[arg-type]
+        CommitRequest(ReadSet(0, [], [KeyRange(None, None)])),  # type: ignore[arg-type]
         CommitRequest(appends=[Append(queue_id, 0, [pa.py_buffer(b"not a batch")])]),
         CommitRequest(appends=[Append(queue_id, 0, [payload(1)], "p", "1")]),  # type: ignore[arg-type]
         CommitRequest(appends=[Append(queue_id, 0, [payload(1)], "p", 2**63)]),
@@ -213,7 +213,7 @@ def test_sizes_are_bounded(opened: Callable[..., Store], monkeypatch: pytest.Mon
 def test_reads_too_old_to_be_checked_are_refused(opened: Callable[..., Store]) -> None:
     store = opened()
     table, _ = store.create()
-    stale = CommitRequest(Reads(store.engine.version, [key(table, 99)]), [write(table, {9: 9})])
+    stale = CommitRequest(ReadSet(store.engine.version, [key(table, 99)]), [write(table, {9: 9})])
     store.commit(CommitRequest(writes=[write(table, {1: 1})]))
     store.oldest_version = store.engine.version
     with pytest.raises(CommitConflict, match="remembered"):
@@ -273,7 +273,7 @@ def test_commit_that_cannot_be_prepared_is_refused_alone(
     assert [answer.version - before for answer in answers if isinstance(answer, Committed)] == [1, 2, 3]
     assert isinstance(answers[2], StoreError)
     assert "ZeroDivisionError: a mistake" in answers[2].message
-    store.commit(CommitRequest(Reads(before, [key(table, 9)]), [write(table, {3: 7})]))
+    store.commit(CommitRequest(ReadSet(before, [key(table, 9)]), [write(table, {3: 7})]))
     for again in (False, True):
         store = opened(store) if again else store
         assert store.rows() == {1: 7, 2: 7, 3: 7}
@@ -287,5 +287,5 @@ def test_commit_that_read_in_the_future_is_refused(opened: Callable[..., Store])
     store.commit(CommitRequest(writes=[write(table, {1: 1})]))
     for version in (store.engine.version + 1, 2**62):
         with pytest.raises(BadInput, match="has not been yet"):
-            store.commit(CommitRequest(Reads(version, [key(table, 1)]), [write(table, {1: 2})]))
+            store.commit(CommitRequest(ReadSet(version, [key(table, 1)]), [write(table, {1: 2})]))
     assert store.rows() == {1: 1}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shuffle.statestore.client import scan
-from shuffle.statestore.client.scan import Chunk, FetchChunk, overlaid, scan_chunks, split_ranges
+from shuffle.statestore.client.scan import Chunk, FetchChunk, overlay_writes, scan_chunks, split_ranges
 from shuffle.statestore.key_range import KeyRange
 
 KEYS = st.binary(max_size=2)
@@ -73,7 +73,9 @@ def test_own_writes_lie_over_what_is_stored(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scan, "FIRST_SCAN_ROWS", chunk)
         patch.setattr(scan, "SCAN_ROWS_MAX", chunk + 1)
-        fetch = overlaid(fetch_from(stored, reverse), written, reverse) if written else fetch_from(stored, reverse)
+        fetch = (
+            overlay_writes(fetch_from(stored, reverse), written, reverse) if written else fetch_from(stored, reverse)
+        )
         pairs, seen = scanned(fetch, KeyRange(begin, end), limit, reverse)
     both = {**stored, **written}
     wanted = KeyRange(begin, end)

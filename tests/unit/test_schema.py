@@ -12,7 +12,7 @@ import pytest
 from shuffle.errors import BadInput, CorruptData, NullKey, SchemaMismatch, ShuffleError, TooLarge
 from shuffle.statestore.codec.arrow_bytes import to_list
 from shuffle.statestore.codec.schema import COLUMNS_MAX, PARTITIONS_MAX, QueueSchema, TableSchema, conform
-from shuffle.statestore.codec.small_batch import FEW_ROWS
+from shuffle.statestore.codec.small_batch import SMALL_BATCH_ROWS_MAX
 from shuffle.statestore.codec.sorted_table import Table
 
 KEY = pa.schema([("user", pa.string()), ("day", pa.date32())])
@@ -200,6 +200,6 @@ def test_row_columns_are_keys_then_values_and_refuse_null_keys() -> None:
 def test_rows_of_a_table_without_values_are_encoded_as_such() -> None:
     schema = TableSchema("t", pa.schema([("k", pa.int64())]), pa.schema([]))
     schema.validate()
-    for count in (3, FEW_ROWS + 1):
+    for count in (3, SMALL_BATCH_ROWS_MAX + 1):
         keys, values = Table(schema).encode_rows(pa.table({"k": range(count)}))
         assert (len(keys), to_list(values)) == (count, [b""] * count)

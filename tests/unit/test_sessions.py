@@ -64,7 +64,7 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     for ttl_ms in (0, 99, SESSION_TTL_MS_MAX + 1):
         with pytest.raises(BadInput):
             sessions.open(ttl_ms, 0)
-    monkeypatch.setattr(sessions_module, "MOMENTS_MAX", 2)
+    monkeypatch.setattr(sessions_module, "VIEWS_PER_SESSION_MAX", 2)
     session = sessions.open(1000, 0)
     for view_id in range(2):
         sessions.hold(session, ReadView(view_id, 1))
@@ -90,7 +90,7 @@ def test_sessions_are_bounded_in_all_and_for_each_place(monkeypatch: pytest.Monk
 
 
 def test_moments_of_all_sessions_are_bounded_and_counted_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "MOMENTS_IN_ALL_MAX", 3)
+    monkeypatch.setattr(sessions_module, "VIEWS_MAX", 3)
     sessions = Sessions(first_id=1)
     one, two = sessions.open(1000, 0), sessions.open(2000, 0)
     sessions.hold(one, ReadView(1, 7))

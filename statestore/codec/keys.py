@@ -66,7 +66,7 @@ class KeyCodec:
         return keys
 
     def decode(self, keys: pa.Array, skip_bytes: int = 0) -> list[pa.Array]:
-        """The key columns that ``keys`` encode, in the order of the schema; the first ``skip_bytes`` of each are skipped."""
+        """The key columns encoded in ``keys``, in the order of the schema; ``skip_bytes`` of each key are skipped."""
         offsets, data = offsets_of(keys), data_of(keys)
         if len(self._runs) == 1 and isinstance(self._runs[0], _FixedRun):
             return self._decode_fixed(self._runs[0], offsets, data, skip_bytes)

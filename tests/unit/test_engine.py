@@ -249,7 +249,7 @@ def test_bad_input_of_the_catalogue_is_refused(opened: Callable[..., Store]) -> 
         store.commit(CommitRequest(catalogue=Drop("table", "q")))
 
 
-@pytest.mark.parametrize("method", ["_checked_size", "_add_append"])
+@pytest.mark.parametrize("method", ["_check_size", "_add_append"])
 def test_commit_that_cannot_be_prepared_is_refused_alone(
     opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

@@ -72,12 +72,12 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         sessions.hold(session, ReadView(9, 1))
 
 
-def test_sessions_are_bounded_in_all_and_for_each_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_are_bounded_in_all_and_for_each_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions_module, "SESSIONS_MAX", 3)
     monkeypatch.setattr(sessions_module, "SESSIONS_PER_PEER_MAX", 2)
     sessions = Sessions(first_id=1)
     first, _ = sessions.open(1000, 0, "here"), sessions.open(1000, 0, "here")
-    with pytest.raises(TooLarge, match="2 of them from where"):
+    with pytest.raises(TooLarge, match="2 of them from the address"):
         sessions.open(1000, 0, "here")
     sessions.open(1000, 0, "there")
     with pytest.raises(TooLarge, match="3 sessions are open"):
@@ -89,7 +89,7 @@ def test_sessions_are_bounded_in_all_and_for_each_place(monkeypatch: pytest.Monk
     assert [sessions.open(1000, 0, "here") > 0 for _ in range(2)] == [True, True]
 
 
-def test_moments_of_all_sessions_are_bounded_and_counted_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_of_all_sessions_are_bounded_and_counted_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions_module, "VIEWS_MAX", 3)
     sessions = Sessions(first_id=1)
     one, two = sessions.open(1000, 0), sessions.open(2000, 0)

@@ -1,4 +1,4 @@
-"""A few rows, encoded one by one, give the very bytes that whole columns do."""
+"""A small batch, encoded row by row, gives the same bytes as whole columns."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tests.property.test_row_codec import KINDS as VALUE_KINDS
 
 
 @st.composite
-def batches(draw: st.DrawFn, kinds: list[tuple[pa.DataType, st.SearchStrategy[object]]], nulls: bool) -> pa.RecordBatch:
+def batches(draw: st.DrawFn, types: list[tuple[pa.DataType, st.SearchStrategy[object]]], nulls: bool) -> pa.RecordBatch:
     """A slice of a batch: what lies before and behind it must not show."""
-    columns = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=10))
+    columns = draw(st.lists(st.sampled_from(types), min_size=1, max_size=10))
     count, skipped = draw(st.integers(0, SMALL_BATCH_ROWS_MAX)), draw(st.integers(0, 9))
-    schema = pa.schema([(f"c{index}", kind) for index, (kind, _) in enumerate(columns)])
+    schema = pa.schema([(f"c{index}", data_type) for index, (data_type, _) in enumerate(columns)])
     arrays = []
-    for kind, values in columns:
+    for data_type, values in columns:
         drawn = draw(
             st.lists(values | st.none() if nulls else values, min_size=count + skipped, max_size=count + skipped)
         )
-        arrays.append(pa.array(drawn, kind))
+        arrays.append(pa.array(drawn, data_type))
     return pa.RecordBatch.from_arrays(arrays, schema=schema).slice(skipped)
 
 

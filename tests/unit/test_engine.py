@@ -47,9 +47,9 @@ def test_commits_of_one_group_are_checked_in_order(opened: Callable[..., Store])
     phantom = CommitRequest(ReadSet(version, ranges=[KeyRange(b"", None)]), [write(table, {3: 30})])
     blind = CommitRequest(writes=[write(table, {1: 40})])
     reader = CommitRequest(ReadSet(version + 2, [key(table, 1)]))
-    answers = [*store.group(first, late, phantom, blind), *store.group(reader)]
-    assert [type(answer) for answer in answers] == [Committed, CommitConflict, CommitConflict, Committed, Committed]
-    assert [answers[0].version, answers[3].version] == [version + 1, version + 2]
+    results = [*store.group(first, late, phantom, blind), *store.group(reader)]
+    assert [type(result) for result in results] == [Committed, CommitConflict, CommitConflict, Committed, Committed]
+    assert [results[0].version, results[3].version] == [version + 1, version + 2]
     assert store.rows() == {1: 40}
 
 
@@ -59,12 +59,12 @@ def test_expected_rows_are_those_of_the_commits_before_it_in_the_group(opened: C
     store.commit(CommitRequest(writes=[write(table, {1: 10, 2: 10})]))
 
     def expecting(expected: dict[int, int], **changes: Any) -> CommitRequest:
-        wanted = write(table, expected)
-        return CommitRequest(preconditions=[Precondition(table.table_id, wanted.keys, wanted.values)], **changes)
+        rows = write(table, expected)
+        return CommitRequest(preconditions=[Precondition(table.table_id, rows.keys, rows.values)], **changes)
 
     absent = Precondition(table.table_id, key(table, 1), pa.nulls(1, pa.binary()))
     delete = TableWrite(table.table_id, key(table, 1), pa.nulls(1, pa.binary()))
-    answers = store.group(
+    results = store.group(
         CommitRequest(preconditions=[absent], writes=[write(table, {5: 50})]),
         expecting({1: 10, 2: 10}, writes=[write(table, {1: 20})]),
         expecting({1: 10}, writes=[write(table, {5: 50})]),
@@ -75,10 +75,10 @@ def test_expected_rows_are_those_of_the_commits_before_it_in_the_group(opened: C
         CommitRequest(preconditions=[Precondition(99, key(table, 1), key(table, 1))]),
         CommitRequest(preconditions=[Precondition(table.table_id, pa.array([b"x"], pa.binary()), key(table, 1))]),
     )
-    refused = [index for index, answer in enumerate(answers) if isinstance(answer, CommitConflict)]
+    refused = [index for index, result in enumerate(results) if isinstance(result, CommitConflict)]
     assert refused == [0, 2, 4]
-    assert isinstance(answers[7], UnknownTable)
-    assert isinstance(answers[8], BadInput)
+    assert isinstance(results[7], UnknownTable)
+    assert isinstance(results[8], BadInput)
     assert store.rows() == {2: 10, 3: 30}
 
 
@@ -127,12 +127,12 @@ def test_no_room_refuses_what_grows_and_lets_rows_be_removed(opened: Callable[..
     store.commit(CommitRequest(writes=[write(table, {1: 1})], appends=[Append(queue_id, 0, [payload(1)])]))
     store.disk.free = engine_module.DISK_RESERVE_BYTES
     deletion = TableWrite(table.table_id, key(table, 1), pa.nulls(1, pa.binary()))
-    answers = store.group(
+    results = store.group(
         CommitRequest(writes=[write(table, {2: 2})]),
         append(queue_id, 0, 2),
         CommitRequest(writes=[deletion], trims=[Trim(queue_id, 0, 1)]),
     )
-    assert [type(answer) for answer in answers] == [DiskFull, DiskFull, Committed]
+    assert [type(result) for result in results] == [DiskFull, DiskFull, Committed]
     assert store.rows() == {}
     assert store.engine.bounds(queue_id)[0] == (1, 1)
     with pytest.raises(DiskFull, match="free some room"):
@@ -188,9 +188,9 @@ def test_commits_that_make_no_sense_are_refused_each_for_itself(opened: Callable
     store.commit(CommitRequest(writes=[write(table, {7: 7})]))
     bad = bad_requests(table, queue_id)
     good = CommitRequest(writes=[write(table, {8: 8})])
-    answers = store.group(*bad, good)
-    assert [index for index, answer in enumerate(answers[:-1]) if not isinstance(answer, ShuffleError)] == []
-    assert isinstance(answers[-1], Committed)
+    results = store.group(*bad, good)
+    assert [index for index, result in enumerate(results[:-1]) if not isinstance(result, ShuffleError)] == []
+    assert isinstance(results[-1], Committed)
     assert store.rows() == {7: 7, 8: 8}
     assert store.engine.bounds(queue_id) == [(0, 0), (0, 0)]
 
@@ -253,7 +253,7 @@ def test_bad_input_of_the_catalogue_is_refused(opened: Callable[..., Store]) -> 
 def test_commit_that_cannot_be_prepared_is_refused_alone(
     opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Whatever is raised while one commit is looked at, or is half in the group, is the answer to that one."""
+    """An error while one commit is checked or added to the group is the result of that commit alone."""
     store = opened()
     table, queue_id = store.create()
     store.stage(queue_id, "beef", 5, 6)
@@ -268,11 +268,11 @@ def test_commit_that_cannot_be_prepared_is_refused_alone(
 
     monkeypatch.setattr(Engine, method, failing)
     first, last = (CommitRequest(writes=[write(table, {n: 7})]) for n in (1, 2))
-    answers = store.group(first, CommitRequest(appends=[Publish(queue_id, 0, "beef")]), bad, last)
-    assert [type(answer) for answer in answers] == [Committed, Committed, StoreError, Committed]
-    assert [answer.version - before for answer in answers if isinstance(answer, Committed)] == [1, 2, 3]
-    assert isinstance(answers[2], StoreError)
-    assert "ZeroDivisionError: a mistake" in answers[2].message
+    results = store.group(first, CommitRequest(appends=[Publish(queue_id, 0, "beef")]), bad, last)
+    assert [type(result) for result in results] == [Committed, Committed, StoreError, Committed]
+    assert [result.version - before for result in results if isinstance(result, Committed)] == [1, 2, 3]
+    assert isinstance(results[2], StoreError)
+    assert "ZeroDivisionError: a mistake" in results[2].message
     store.commit(CommitRequest(ReadSet(before, [key(table, 9)]), [write(table, {3: 7})]))
     for again in (False, True):
         store = opened(store) if again else store

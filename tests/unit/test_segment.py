@@ -1,4 +1,4 @@
-"""The bytes of a segment file: written, found again, and refused with their place when they were changed."""
+"""The bytes of a segment file: written, read back, and refused with file and offset when they were changed."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_rows_come_back() -> None:
     for offset, first, count in ((offsets[0], 0, 3), (offsets[1], 3, 5)):
         head = decode_head(memoryview(data), offset, "f")
         record = pa.py_buffer(data).slice(offset, head.size_bytes)
-        found, rows = decode_batch(record, SCHEMA, "f", offset)
-        assert found == head
+        decoded_head, rows = decode_batch(record, SCHEMA, "f", offset)
+        assert decoded_head == head
         assert rows.equals(batch(first, count))
 
 
@@ -190,6 +190,6 @@ def test_any_damaged_batch_is_refused_or_can_be_read(at: int, value: int, cut: i
         rows = validate_payload(damaged, SCHEMA, [])
     except BadInput:
         return
-    found = decode_payload(damaged, SCHEMA)
-    assert found.num_rows == rows
-    assert len(found.to_pylist()) == rows
+    decoded = decode_payload(damaged, SCHEMA)
+    assert decoded.num_rows == rows
+    assert len(decoded.to_pylist()) == rows

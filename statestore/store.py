@@ -1,8 +1,8 @@
-"""What a state store is, as its clients see it: one small Protocol, with two implementations.
+"""The interface of a state store for its clients: one small Protocol, with two implementations.
 
-``LocalStore`` has RocksDB and the segment files in this process; ``RemoteStore`` talks to a daemon that has. Another
-database that keeps an ordered map of bytes and transactions over it can become a third. Everything typed (schemas,
-Arrow tables, read-your-writes) is above this line, in ``client`` and ``transaction``.
+``LocalStore`` has RocksDB and the segment files in this process; ``RemoteStore`` talks to a daemon that has them.
+Another database with an ordered map of bytes and transactions over it can become a third. Everything typed (schemas,
+Arrow tables, read-your-writes) is above this interface, in ``client`` and ``transaction``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A range of encoded keys, which is what a scan reads and what a transaction names as read."""
+"""A range of encoded keys: what a scan reads, and what a transaction lists in its read set."""
 
 from __future__ import annotations
 

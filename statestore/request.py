@@ -1,4 +1,4 @@
-"""A commit, as it reaches the store: what the transaction read, and what it wants changed.
+"""A commit request as it reaches the store: what the transaction read, and the changes that it makes.
 
 Keys and values are encoded (``keys``, ``values``): the store compares and keeps bytes, and only looks inside a value
 where a table has constraints. Keys include their table's prefix.
@@ -15,16 +15,16 @@ from shuffle.errors import BadInput, SequenceError
 from shuffle.limits import NAME_BYTES_MAX
 from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
-from shuffle.statestore.codec.segment import checked_rows
+from shuffle.statestore.codec.segment import validate_payload
 from shuffle.statestore.key_range import KeyRange
 
 Pairs = tuple[Sequence[bytes], Sequence[bytes | None]]
-"""Keys, and the value of each; None deletes."""
+"""Keys and the value of each; None deletes the row."""
 
 
 @dataclass(slots=True)
-class Reads:
-    """What a transaction read, at which version. Validated when it commits."""
+class ReadSet:
+    """The keys and ranges that a transaction read, and at which version. Validated when it commits."""
 
     version: int
     keys: list[Binary] = field(default_factory=list)
@@ -40,14 +40,14 @@ class TableWrite:
     values: Binary
     size_bytes: int = field(init=False)
     pairs: Pairs | None = None
-    """The same, one by one, once they were found to be rows of the table."""
+    """The keys and values as lists, once they were checked to be rows of the table; None before."""
 
     def __post_init__(self) -> None:
         self.size_bytes = bytes_of(self.keys) + bytes_of(self.values)
 
 
 @dataclass(slots=True)
-class Expect:
+class Precondition:
     """Rows that must be in a table, byte for byte, when the transaction commits; null: no row may have that key."""
 
     table_id: int
@@ -65,12 +65,12 @@ class Append:
     producer: str | None = None
     sequence: int | None = None
     rows: list[int] | None = None
-    """Of each payload, once all of them were found to be sound."""
+    """The number of rows of each payload, once all of them were validated; None before."""
 
     def count_rows(self, queue: QueueSchema, not_null: Sequence[int]) -> list[int]:
-        """The rows of each payload, after a full look inside, which is made once."""
+        """The number of rows of each payload, after a full validation, which is done once."""
         if self.rows is None:
-            self.rows = counted(self.payloads, queue, not_null)
+            self.rows = validate_payloads(self.payloads, queue, not_null)
         return self.rows
 
 
@@ -107,7 +107,7 @@ class CreateQueue:
 @dataclass(slots=True)
 class Drop:
     kind: str
-    """``table`` or ``queue``."""
+    """What is dropped: ``table`` or ``queue``."""
     name: str
 
 
@@ -118,12 +118,12 @@ CatalogueChange = CreateTable | CreateQueue | Drop
 class CommitRequest:
     """One transaction. Its parts take effect together or not at all."""
 
-    reads: Reads | None = None
+    reads: ReadSet | None = None
     writes: list[TableWrite] = field(default_factory=list)
     appends: list[Append | Publish] = field(default_factory=list)
     trims: list[Trim] = field(default_factory=list)
     catalogue: CatalogueChange | None = None
-    expects: list[Expect] = field(default_factory=list)
+    preconditions: list[Precondition] = field(default_factory=list)
 
     def size_bytes(self) -> int:
         size_bytes = 0
@@ -141,7 +141,7 @@ class CommitRequest:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The answer to a commit that is durable."""
+    """The result of a commit that is durable."""
 
     version: int
     """The version of the store that this commit has made."""
@@ -149,13 +149,13 @@ class Committed:
     """For each append, in order: the positions of its rows, from ``begin`` up to and without ``end``."""
 
 
-# --- what can be seen to be wrong without knowing the store ---
+# --- checks that do not need the store ---
 
 
-def counted(payloads: Sequence[pa.Buffer], queue: QueueSchema, not_null: Sequence[int]) -> list[int]:
-    """The rows of each payload, which all are sound batches of the queue."""
+def validate_payloads(payloads: Sequence[pa.Buffer], queue: QueueSchema, not_null: Sequence[int]) -> list[int]:
+    """Validates payloads as batches of the queue and returns the number of rows of each."""
     try:
-        return [checked_rows(payload, queue.schema, not_null) for payload in payloads]
+        return [validate_payload(payload, queue.schema, not_null) for payload in payloads]
     except BadInput as error:
         raise type(error)(f"queue {queue.name!r}: {error.message}", queue=queue.name, **error.fields) from None
 

@@ -1,8 +1,8 @@
-"""What a state store is, as its clients see it: one small Protocol, with two implementations.
+"""The interface of a state store for its clients: one small Protocol, with two implementations.
 
-``LocalStore`` has RocksDB and the segment files in this process; ``RemoteStore`` talks to a daemon that has. Another
-database that keeps an ordered map of bytes and transactions over it can become a third. Everything typed (schemas,
-Arrow tables, read-your-writes) is above this line, in ``client`` and ``transaction``.
+``LocalStore`` has RocksDB and the segment files in this process; ``RemoteStore`` talks to a daemon that has them.
+Another database with an ordered map of bytes and transactions over it can become a third. Everything typed (schemas,
+Arrow tables, read-your-writes) is above this interface, in ``client`` and ``transaction``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.request import CatalogueChange, CommitRequest, Committed
 
 SESSION_TTL_MS_DEFAULT = 10_000
-"""How long a store keeps what a client holds there after it was heard of last, unless the client says otherwise."""
+"""The time in milliseconds for which a store keeps a client's session after its last sign of life, unless the client
+asks for another one."""
 
 STAGED_TTL_MS_DEFAULT = 3_600_000
-"""How long staged rows wait to be published: long enough for a failed driver to be restarted by hand."""
+"""The time in milliseconds for which staged rows wait to be published: enough to restart a failed driver by hand."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Member:
     """One member of a group, as others see it."""
 
     name: str
-    """The name under which it has registered."""
+    """The name under which the member has registered."""
     attributes: Mapping[str, str]
-    """What it says about itself, for example its address."""
+    """What the member says about itself, for example its address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +42,23 @@ class ReadView:
     """A version of the store that stays readable until it is released."""
 
     view_id: int
+    """The id that the store has given to the view."""
     version: int
+    """The version of the store that the view shows."""
     session_id: int = 0
-    """Of a moment that is shared between clients: the session that holds it; 0: the client's own."""
+    """The session that holds a view shared between clients; 0 for a view of this client alone."""
 
 
 @dataclass(slots=True)
 class Span:
-    """Neighbouring records of one segment: the answer to a read of a queue."""
+    """Neighbouring records of one segment: the result of a read of a queue."""
 
     file: str
+    """The name of the segment file."""
     offset: int
-    """Of the first record in the file."""
+    """The offset of the first record in the file."""
     ends: list[int]
-    """Where each record ends, counted from the first one's start."""
+    """The end of each record, in bytes from the start of the first one."""
     segment_begin: int
     """The position of the segment's row 0: records count their rows from there."""
     end: int
@@ -65,7 +69,7 @@ class Span:
         return self.ends[-1]
 
     def split(self, data: pa.Buffer) -> list[pa.Buffer]:
-        """The records, out of the bytes that they lie in side by side."""
+        """Cuts ``data``, the bytes of all the records, into single records."""
         return [data.slice(begin, end - begin) for begin, end in pairwise([0, *self.ends])]
 
 
@@ -74,9 +78,9 @@ class QueueRead:
     """Neighbouring rows of one partition of a queue, as whole batches."""
 
     batches: Iterable[tuple[int, pa.RecordBatch]]
-    """The batches in their order, each with the position of its first row. The first may begin before the position that
-    was asked for, and the last may end after the rows that were asked for. They may be decoded while they are gone
-    through, which is done once."""
+    """The batches in their order, each with the position of its first row. The first may begin before the requested
+    position, and the last may end after the requested rows. They may be decoded during the iteration, so iterate over
+    them once."""
     end: int
     """The position after the last row of the last batch."""
 
@@ -99,33 +103,33 @@ class Store(Protocol):
     def release_view(self, view: ReadView) -> None: ...
 
     def abandon_view(self, view: ReadView) -> None:
-        """Release it some time later. For finalisers, which may run inside any lock: takes none, asks nobody."""
+        """Release it some time later. For finalisers, which may run inside any lock: takes no lock, sends nothing."""
         ...
 
     def share_view(self, ttl_ms: int) -> ReadView:
-        """A moment that any client may read at, held by the store until nobody has renewed it for ``ttl_ms``."""
+        """A read view for any client, which the store keeps until nobody has renewed it for ``ttl_ms``."""
         ...
 
     def renew_view(self, view: ReadView) -> None: ...
 
     def get(self, view: ReadView | None, table_id: int, keys: Binary) -> Binary:
-        """The value of each key, null where there is none, in the form of ``keys``; at ``moment``, or as of now."""
+        """The value of each key in ``view``, or as of now; null where there is none. A list if ``keys`` is a list."""
         ...
 
-    def get_and_hold(self, table_id: int, keys: Binary) -> tuple[ReadView, Binary]:
-        """``open_moment`` and ``get`` in one step: how most transactions begin."""
+    def open_view_and_get(self, table_id: int, keys: Binary) -> tuple[ReadView, Binary]:
+        """``open_view`` and ``get`` in one request: most transactions begin like this."""
         ...
 
     def scan(
         self, view: ReadView | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
     ) -> tuple[pa.BinaryArray, pa.BinaryArray]:
-        """The next keys and values of a range. Fewer than ``rows_max`` only at its end or at a limit of bytes."""
+        """The next keys and values of a range; fewer than ``rows_max`` only at its end or at a limit of bytes."""
         ...
 
     # writing
 
     def commit(self, request: CommitRequest, view: ReadView | None = None) -> Committed:
-        """Durable when it returns; ``moment``, where the transaction read, is released whatever the outcome."""
+        """Durable when it returns; ``view``, in which the transaction read, is released whatever the outcome."""
         ...
 
     def stage(self, queue_id: int, payloads: Sequence[pa.Buffer], ttl_ms: int) -> str: ...

@@ -1,4 +1,4 @@
-"""The store's engine on a real database and real files that fail when they are told to, driven by hand."""
+"""The store's engine on a real database and real files that fail on demand, driven by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMBERS = pa.schema([("n", pa.int64())])
 
 
 class FaultyDisk(SegmentDisk):
-    """A real folder that fails when it is told to."""
+    """A real folder whose writes fail on demand."""
 
     failing: str | None = None
     free: int | None = None
@@ -78,13 +78,13 @@ class Store:
         group = self.engine.prepare(requests, self.oldest_version)
         self.engine.persist(group)
         self.engine.remove_files(self.engine.apply(group))
-        return group.answers
+        return group.results
 
     def commit(self, request: CommitRequest) -> Committed:
-        [answer] = self.group(request)
-        if isinstance(answer, ShuffleError):
-            raise answer
-        return answer
+        [result] = self.group(request)
+        if isinstance(result, ShuffleError):
+            raise result
+        return result
 
     def create(self) -> tuple[Table, int]:
         value = pa.schema([("v", pa.int64())])
@@ -101,21 +101,21 @@ class Store:
         table = self.table()
         pairs = list(self.rocks.view().scan(*table.range(None, None, None)))
         keys, values = pa.array([k for k, _ in pairs], pa.binary()), pa.array([v for _, v in pairs], pa.binary())
-        found = table.decode_rows(keys, values)
-        return dict(zip(found["n"].to_pylist(), found["v"].to_pylist(), strict=True))
+        rows = table.decode_rows(keys, values)
+        return dict(zip(rows["n"].to_pylist(), rows["v"].to_pylist(), strict=True))
 
     def queued(self, queue_id: int, partition: int, begin: int = 0) -> list[int]:
-        found: list[int] = []
+        numbers: list[int] = []
         while (span := self.engine.locate(queue_id, partition, begin, 1000, 1 << 20)) is not None:
             mapped = self.disk.map(span.file, span.offset + span.size_bytes)
             start = 0
             for end in span.ends:
                 record = mapped.slice(span.offset + start, end - start)
                 head, batch = decode_batch(record, NUMBERS, span.file, span.offset + start)
-                found += batch.slice(max(begin - span.segment_begin - head.first_row, 0))["n"].to_pylist()
+                numbers += batch.slice(max(begin - span.segment_begin - head.first_row, 0))["n"].to_pylist()
                 begin = span.segment_begin + head.first_row + head.rows
                 start = end
-        return found
+        return numbers
 
     def stage(self, queue_id: int, staged_id: str, *numbers: int, ttl_ms: int = 1000, now_ms: int = 0) -> None:
         payloads = [(len(numbers), payload(*numbers))] if numbers else []

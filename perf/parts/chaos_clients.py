@@ -19,7 +19,7 @@ from shuffle.errors import ShuffleError
 from shuffle.examples.activity import TABLE
 from shuffle.run.launch import die_with_parent
 from shuffle.statestore import StateClient
-from shuffle.statestore.codec.small_batch import FEW_ROWS
+from shuffle.statestore.codec.small_batch import SMALL_BATCH_ROWS_MAX
 
 BALLAST = "ballast"
 """A queue of rows for them to read, which nobody trims."""
@@ -41,7 +41,7 @@ PAUSE_S = 0.05
 VITAL = {"session-reaper", "store-lane", "store-writer"}
 """The threads that a store must have."""
 
-_KEYS = pa.table({"n": pa.array(range(FEW_ROWS), pa.int64())})
+_KEYS = pa.table({"n": pa.array(range(SMALL_BATCH_ROWS_MAX), pa.int64())})
 
 DEATH = b"a thread that others depend on has died"
 """What every process of ours logs before it ends for that reason."""
@@ -54,7 +54,7 @@ def make_ballast(client: StateClient) -> None:
         queue.append(0, pa.table({"data": [chance.randbytes(BATCH_BYTES)]}))
     client.create_table(VALUES, key=_KEYS.schema, value=pa.schema([("data", pa.binary())]))
     with client.transaction() as tx:
-        tx.write(VALUES, _KEYS.append_column("data", pa.array([bytes(VALUE_BYTES)] * FEW_ROWS)))
+        tx.write(VALUES, _KEYS.append_column("data", pa.array([bytes(VALUE_BYTES)] * SMALL_BATCH_ROWS_MAX)))
         tx.commit()
 
 

@@ -1,1 +1,1 @@
-"""``shuffle state``: looking into a store."""
+"""The command ``shuffle state``, which shows what is in a store."""

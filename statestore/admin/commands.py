@@ -1,6 +1,6 @@
-"""``shuffle state …``: what is in a store, for people and, with ``--json``, for programs.
+"""``shuffle state …``: shows what is in a store, to people and, with ``--json``, to programs.
 
-Nothing here changes anything but ``release``, and nothing holds more than one batch of a table or a queue.
+Only ``release`` changes anything. No command holds more than one batch of a table or a queue in memory.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 
 PIPE_WIDTH = 160
-"""Columns of a table that does not go to a terminal: wide enough for a line to be cut by what reads it, not by us."""
+"""The width in characters of output that does not go to a terminal: wide enough that lines are seldom folded."""
 
 
 def add_parsers(parser: argparse.ArgumentParser) -> None:
-    """The subcommands of ``shuffle state``."""
+    """Adds the subcommands of ``shuffle state`` to ``parser``."""
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="state_command", required=True)
 
     def add(name: str, what: str, example: str | None = None) -> argparse.ArgumentParser:
@@ -85,7 +85,7 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the chosen subcommand; the exit code. Errors are raised for the caller to report."""
+    """Runs the chosen subcommand and returns the exit code. Errors are raised for the caller to report."""
     commands = {
         "ls": _ls,
         "describe": _describe,
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             commands[args.state_command](client, args)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read our output (`head`, a pager) has seen enough. Without this Python would complain again at exit.
+        # The reader of the output (`head`, a pager) has closed it. Without this Python would report that again at exit.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
@@ -119,10 +119,10 @@ def open_existing(store: str) -> StateClient:
         with announce_slow(f"the state store at {store} to answer"):
             return StateClient.connect(store)
     try:
-        there = (folder / "FORMAT").is_file()
+        exists = (folder / "FORMAT").is_file()
     except PermissionError:
-        there = True  # The store of another user: opening it says so.
-    if not there:
+        exists = True  # The store of another user: opening it reports that.
+    if not exists:
         raise StoreUnavailable(
             f"there is no state store in {store!r}; give its folder, or {' or '.join(address_forms())} of the daemon",
             store=store,
@@ -158,8 +158,8 @@ def _describe(client: StateClient, args: argparse.Namespace) -> None:
     if table is None and queue is None:
         raise UnknownTable(f"no table or queue {args.name!r}; `shuffle state ls` lists them", table=args.name)
     if args.json:
-        found = _table_json(table) if table is not None else _queue_json(_known(queue))
-        _print_json(found if table is not None else found | {"bounds": client.queue(args.name).bounds()})
+        described = _table_json(table) if table is not None else _queue_json(_known(queue))
+        _print_json(described if table is not None else described | {"bounds": client.queue(args.name).bounds()})
         return
     shown = _grid("column", "type", "", title=f"{'table' if table is not None else 'queue'} {args.name}")
     if table is not None:
@@ -180,7 +180,7 @@ def _describe(client: StateClient, args: argparse.Namespace) -> None:
 
 
 def _scan(client: StateClient, args: argparse.Namespace) -> None:
-    """Prints each batch as it comes: the first rows at once, and never more than a batch in memory."""
+    """Prints each batch as it arrives: the first rows at once, and never more than one batch in memory."""
     if args.table in {queue.name for queue in client.queues()}:
         raise BadInput(f"{args.table!r} is a queue; `shuffle state read` prints its rows")
     schema = client.table(args.table)
@@ -219,20 +219,20 @@ def _queues(client: StateClient, args: argparse.Namespace) -> None:
         if args.name not in names:
             raise UnknownTable(f"no queue {args.name!r}; `shuffle state ls` lists them", table=args.name)
         names = [args.name]
-    found = [(name, client.queue(name).bounds()) for name in names]
+    bounds_by_queue = [(name, client.queue(name).bounds()) for name in names]
     if args.json:
         _print_json(
             {
                 name: [{"begin": begin, "end": end, "rows": end - begin} for begin, end in bounds]
-                for name, bounds in found
+                for name, bounds in bounds_by_queue
             }
         )
         return
-    _show(_bounds_grid(found), "no queues")
+    _show(_bounds_grid(bounds_by_queue), "no queues")
 
 
 def _read(client: StateClient, args: argparse.Namespace) -> None:
-    """Rows with their positions, partition after partition, and never more than one answer of the store in memory."""
+    """Prints rows with their positions, partition by partition, with never more than one response in memory."""
     queue = client.queue(args.queue)
     bounds = queue.bounds()
     if args.begin is not None and args.partition is None and len(bounds) > 1:
@@ -256,12 +256,12 @@ def _read(client: StateClient, args: argparse.Namespace) -> None:
 
 
 def _consumers(client: StateClient, args: argparse.Namespace) -> None:
-    found = queue_consumers(client)
+    consumers = queue_consumers(client)
     if args.json:
-        _print_json(found)
+        _print_json(consumers)
         return
     shown = _grid("queue", "consumer")
-    for queue, consumer in sorted(found.items()):
+    for queue, consumer in sorted(consumers.items()):
         _row(shown, queue, consumer)
     _show(shown, "no queue has a consumer")
 
@@ -281,17 +281,17 @@ def _release(client: StateClient, args: argparse.Namespace) -> None:
 
 def _leases(client: StateClient, args: argparse.Namespace) -> None:
     groups = [args.group] if args.group is not None else client.leases.groups()
-    found = {group: client.leases.members(group) for group in groups}
+    members_by_group = {group: client.leases.members(group) for group in groups}
     if args.json:
         _print_json(
             {
                 group: [{"name": member.name, "attributes": dict(member.attributes)} for member in members]
-                for group, members in found.items()
+                for group, members in members_by_group.items()
             }
         )
         return
     shown = _grid("group", "member", "attributes")
-    for group, members in found.items():
+    for group, members in members_by_group.items():
         for member in members:
             _row(shown, group, member.name, "  ".join(f"{name}={value}" for name, value in member.attributes.items()))
     _show(shown, "no members")
@@ -320,7 +320,7 @@ def _stats(client: StateClient, args: argparse.Namespace) -> None:
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
-        """Rich would end the process; we want to end it ourselves."""
+        """Raises instead of ending the process, as Rich would: ``run`` ends it with its own exit code."""
         raise BrokenPipeError
 
 
@@ -329,7 +329,7 @@ def _console() -> Console:
 
 
 def _grid(*columns: str, title: str | None = None) -> Table:
-    """A table with a line under its header; a column whose name ends in ``>`` is of numbers."""
+    """An empty table; a column whose name ends in ``>`` is aligned to the right, for numbers."""
     shown = Table(
         box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title=title, title_justify="left"
     )
@@ -339,7 +339,7 @@ def _grid(*columns: str, title: str | None = None) -> Table:
 
 
 def _row(shown: Table, *cells: Any) -> None:
-    """Cells as plain text: what a user stored must neither be read as markup nor reach the terminal as commands."""
+    """Adds cells as plain text: stored text must neither be taken for markup nor reach the terminal as commands."""
     shown.add_row(*(Text(printable(f"{cell:,}" if isinstance(cell, int) else str(cell))) for cell in cells))
 
 
@@ -349,9 +349,9 @@ def _show(shown: Table, if_empty: str | None = None) -> None:
     console.print()
 
 
-def _bounds_grid(found: Sequence[tuple[str, Sequence[tuple[int, int]]]]) -> Table:
+def _bounds_grid(bounds_by_queue: Sequence[tuple[str, Sequence[tuple[int, int]]]]) -> Table:
     shown = _grid("queue", "partition>", "begin>", "end>", "rows>")
-    for name, bounds in found:
+    for name, bounds in bounds_by_queue:
         for partition, (begin, end) in enumerate(bounds):
             _row(shown, name, partition, begin, end, end - begin)
     return shown

@@ -14,28 +14,31 @@ import pyarrow.compute as pc
 from shuffle.errors import BadInput
 
 TEXT_WIDTH_MAX = 40
-"""Longer text is cut in a table of rows (``--json`` has it whole)."""
+"""The most characters of a value in a table of rows; longer text is cut (``--json`` has all of it)."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _CONTROL_RE2 = r"[\x{00}-\x{1f}\x{7f}-\x{9f}]"
 _HIGH_CONTROL = re.compile(r"[\x7f-\x9f]")
-_INSTEAD = "·"
+_CONTROL_SUBSTITUTE = "·"
 _ENCODE = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def printable(text: str) -> str:
-    """Without control characters: stored text must not be able to steer the reader's terminal."""
-    return _CONTROL.sub(_INSTEAD, text)
+    """The text without control characters: stored text must not be able to control the reader's terminal."""
+    return _CONTROL.sub(_CONTROL_SUBSTITUTE, text)
 
 
 class TextRows:
-    """Lines of a table whose widths are fixed by the first batch, so that nothing has to wait for the last."""
+    """The lines of a table. The first batch fixes the widths of the columns, so that rows are printed at once."""
 
     def __init__(self, schema: pa.Schema, key_names: list[str]) -> None:
         self._names = [f"{name}*" if name in key_names else name for name in schema.names]
-        self._right = [bool(pa.types.is_integer(kind) or pa.types.is_floating(kind)) for kind in schema.types]
         self._right = [
-            right or bool(pa.types.is_decimal(kind)) for right, kind in zip(self._right, schema.types, strict=True)
+            bool(pa.types.is_integer(data_type) or pa.types.is_floating(data_type)) for data_type in schema.types
+        ]
+        self._right = [
+            right or bool(pa.types.is_decimal(data_type))
+            for right, data_type in zip(self._right, schema.types, strict=True)
         ]
         self._widths: list[int] | None = None
 
@@ -70,22 +73,25 @@ class QueueRows:
 
     def text(self, partition: int, position: int, batch: pa.RecordBatch) -> str:
         count = batch.num_rows
-        places = [pa.array([partition] * count, pa.int32()), pa.array(range(position, position + count), pa.int64())]
-        return self._text.text(pa.RecordBatch.from_arrays([*places, *batch.columns], schema=self._schema))
+        row_positions = [
+            pa.array([partition] * count, pa.int32()),
+            pa.array(range(position, position + count), pa.int64()),
+        ]
+        return self._text.text(pa.RecordBatch.from_arrays([*row_positions, *batch.columns], schema=self._schema))
 
     def json(self, partition: int, position: int, batch: pa.RecordBatch) -> str:
-        """The row is an object of its own: its columns may have any names."""
+        """Rows as JSON lines. The row is a nested object, since its columns may have any names."""
         rows = enumerate(json_values(batch), start=position)
         return "".join(json_line({"partition": partition, "position": at, "row": row}) for at, row in rows)
 
 
 def json_rows(batch: pa.RecordBatch) -> str:
-    """One JSON object in one line for each row. Moments, days and decimals are text, bytes are hexadecimal."""
+    """One JSON object in one line for each row. Timestamps, dates and decimals are text, bytes are hexadecimal."""
     return "".join(json_line(row) for row in json_values(batch))
 
 
 def json_values(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Each row as a dict of what JSON can express."""
+    """Each row as a dict of values that JSON can represent."""
     names = batch.schema.names
     columns = [_as_json(column) for column in batch.columns]
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
@@ -94,7 +100,7 @@ def json_values(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 def json_line(value: dict[str, Any]) -> str:
     text = _ENCODE(value) + "\n"
     # JSON itself escapes the control characters below the space only.
-    return _HIGH_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _HIGH_CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def parse_bound(text: str, key: pa.Schema, table: str) -> tuple[Any, ...]:
@@ -129,13 +135,13 @@ def _parse_value(value: Any, column: pa.Field, table: str) -> Any:
 
 
 def _as_text(column: pa.Array) -> pa.Array:
-    """A column as it is shown: printable, short, and with a dash for null."""
+    """A column as text for display: printable, short, and with a dash for null."""
     if pa.types.is_binary(column.type):
         beginnings = pc.binary_slice(column, 0, TEXT_WIDTH_MAX)
         column = pa.array([None if v is None else f"0x{v.hex()}" for v in beginnings.to_pylist()], pa.string())
     elif not pa.types.is_string(column.type):
         return _cast_to_text(column).fill_null("-")
-    column = pc.replace_substring_regex(column, _CONTROL_RE2, _INSTEAD)
+    column = pc.replace_substring_regex(column, _CONTROL_RE2, _CONTROL_SUBSTITUTE)
     length = pc.utf8_length(column)
     if (pc.max(length).as_py() or 0) > TEXT_WIDTH_MAX:
         cut = pc.binary_join_element_wise(pc.utf8_slice_codeunits(column, 0, TEXT_WIDTH_MAX - 1), "…", "")
@@ -147,7 +153,7 @@ def _cast_to_text(column: pa.Array) -> pa.Array:
     try:
         return column.cast(pa.string())
     except pa.ArrowInvalid:
-        # A time zone this machine does not know: the bare number is still the truth.
+        # A time zone that this machine does not know: the bare number is still right.
         return column.cast(pa.int64()).cast(pa.string())
 
 

@@ -1,1 +1,1 @@
-"""What users and workers hold in their hands: clients, transactions, queues and leases."""
+"""The API of the store for users and workers: clients, transactions, queues and leases."""

@@ -1,4 +1,4 @@
-"""``StateClient``: what users and workers have of the state store, embedded or served."""
+"""``StateClient``: the state store for users and workers, embedded or served."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ class StateClient:
         self._handles = Handles(store)
         self._cached_lookups = CachedLookups(store, self._handles)
         self.leases = Leases(store)
-        """Named groups of members that are alive."""
+        """The named groups of members that are alive."""
 
     @staticmethod
     def connect(
         address: str, timeout_s: float | None = None, local_files: bool = True, lane: bool | None = None
     ) -> StateClient:
-        """A client of the daemon at ``grpc://host:port``. Raises ``StoreUnavailable`` if it does not answer.
+        """A client of the daemon at ``grpc://host:port``. Raises ``StoreUnavailable`` if it does not respond.
 
-        ``timeout_s`` is how many seconds a call waits for its answer, 30 by default.
+        ``timeout_s`` is the number of seconds that a call waits for its response, 30 by default.
         On the daemon's machine the rows of queues are read from its files, where this process may read them; without
         ``local_files`` they come over the wire, as they do from another machine.
-        Small requests go over the daemon's lane, plain sockets of their own; with ``lane=False``, or
+        Small requests go over the daemon's lane, a channel of plain sockets; with ``lane=False``, or
         ``SHUFFLE_STORE_LANE=off`` in the environment, everything goes over Arrow Flight.
         """
         options = OpenOptions(timeout_s, local_files, lane)
-        # Without a scheme it is the host and port of a daemon, or nothing that can be reached.
+        # Without a scheme it can only be the host and port of a daemon.
         opener = open_store if folder_of(address) is None else open_remote
         return StateClient(opener(address, options))
 
@@ -64,8 +64,8 @@ class StateClient:
         """The store in ``folder``: through the daemon that serves it, if there is one, else in this process.
 
         A folder that is not there is made. Raises ``StoreLocked`` if another process has it open and serves nobody.
-        ``timeout_s`` is for the daemon, as in ``connect``. In the place of a folder, an address as for ``connect`` is
-        taken as well.
+        ``timeout_s`` is for the daemon, as in ``connect``. Instead of a folder, an address as for ``connect`` is
+        accepted as well.
         """
         return StateClient(open_store(folder, OpenOptions(timeout_s)))
 
@@ -76,9 +76,9 @@ class StateClient:
         return None if store is None else StateClient(store)
 
     def with_row_cache(self, cache: RowCache) -> StateClient:
-        """A client of the same store whose transactions look up rows in ``cache`` first, and tell it what they learn.
+        """A client of the same store whose transactions look up rows in ``cache`` first and update it on commit.
 
-        It shares the store with this client, which is the one to close.
+        It shares the store with this client; close only this client.
         """
         return StateClient(self._store, cache)
 
@@ -101,12 +101,12 @@ class StateClient:
 
         ``constraints`` are named conditions on the value columns, as in SQL's CHECK: a row that breaks one is refused
         with ``ConstraintViolated``. Raises ``TableExists`` if the name is taken; with ``if_not_exists``, a table with
-        the same columns and constraints is no mistake.
+        the same columns and constraints is accepted.
         """
         schema = TableSchema(name, key, value, dict(constraints or {}))
         schema.validate()
         self._store.change_catalogue(CreateTable(schema, if_not_exists))
-        # What was known by this name may have been dropped by others, and is another table now.
+        # Another client may have dropped the table that had this name before, so the old handle may be wrong.
         self._handles.forget(name)
         return self.table(name)
 
@@ -114,11 +114,11 @@ class StateClient:
         """Create a queue: ``partitions`` sequences of rows, each read in the order of its appends.
 
         Raises ``TableExists`` if the name is taken; with ``if_not_exists``, a queue with the same columns and as many
-        partitions is no mistake.
+        partitions is accepted.
         """
-        wanted = QueueSchema(name, schema, partitions)
-        wanted.validate()
-        self._store.change_catalogue(CreateQueue(wanted, if_not_exists))
+        description = QueueSchema(name, schema, partitions)
+        description.validate()
+        self._store.change_catalogue(CreateQueue(description, if_not_exists))
         self._handles.forget(name)
         return self.queue(name)
 
@@ -145,7 +145,7 @@ class StateClient:
         return self.table_handle(name).schema
 
     def table_handle(self, name: str) -> Table:
-        """How the rows of a table are encoded."""
+        """The codecs of a table."""
         return self._handles.table(name)
 
     def queue(self, name: str) -> Queue:
@@ -155,7 +155,7 @@ class StateClient:
     # --- reading and writing ---
 
     def transaction(self) -> Transaction:
-        """Begin a transaction. It reads at one moment, and changes nothing until its ``commit``."""
+        """Begin a transaction. It reads one version of the store, and changes nothing until its ``commit``."""
         return Transaction(self._handles, self._store, self._row_cache)
 
     def snapshot(self) -> Snapshot:
@@ -163,7 +163,7 @@ class StateClient:
         return Snapshot(self._handles, self._store)
 
     def share_snapshot(self, ttl_ms: int) -> str:
-        """The present moment, held by the daemon for other processes: a token for their ``snapshot_at``.
+        """A snapshot of now that the daemon keeps for other processes: returns a token for their ``snapshot_at``.
 
         It ends when nobody has renewed it (``Snapshot.renew``, ``snapshot_at``) for ``ttl_ms``, not with this client.
         """
@@ -171,7 +171,7 @@ class StateClient:
         return f"{view.session_id}.{view.view_id}.{view.version}"
 
     def snapshot_at(self, token: str) -> Snapshot:
-        """Reads at the moment of a ``share_snapshot``. Closing it leaves the moment to the others."""
+        """The snapshot of a ``share_snapshot``. Closing it here does not end it for the others."""
         parts = token.split(".")
         if len(parts) != 3 or not all(part.isdigit() for part in parts):
             raise BadInput(f"not the token of a shared snapshot: {token!r}")
@@ -182,14 +182,14 @@ class StateClient:
 
     def lookup(self, table: str, keys: pa.Table | pa.RecordBatch) -> pa.Table:
         """The rows with these keys, as of now; missing ones are absent."""
-        return self._fresh(table, lambda found: self._lookup(found, keys))
+        return self._retry_if_recreated(table, lambda handle: self._lookup(handle, keys))
 
     def _lookup(self, table: Table, keys: pa.Table | pa.RecordBatch) -> pa.Table:
         conformed, encoded = table.encode_keys(keys)
-        return table.found_rows(conformed, self._store.get(None, table.table_id, encoded))
+        return table.decode_lookup(conformed, self._store.get(None, table.table_id, encoded))
 
     def cached_lookup(self, table: str, key: Sequence[Any]) -> pa.Table:
-        """The row with this key as of now, or no row: a ``lookup`` for one row that is asked for very often.
+        """The row with this key as of now, or no row: a ``lookup`` for one row that is read very often.
 
         ``key`` has the values of the key columns, in their order. The row is read each time, but it is decoded only if
         it has changed: as long as it has not, the same object is returned.
@@ -207,12 +207,12 @@ class StateClient:
         columns: list[str] | None = None,
         partial: bool = False,
     ) -> pa.RecordBatchReader:
-        """The rows of a range, as ``Snapshot.scan``, at a moment that is held until the last of them was read."""
+        """The rows of a range, like ``Snapshot.scan``, in a snapshot that is kept until the last of them was read."""
         snapshot = self.snapshot()
         reader = snapshot.scan(table, begin, end, prefix, limit, reverse, columns, partial)
         return pa.RecordBatchReader.from_batches(reader.schema, _closing(reader, snapshot))
 
-    def _fresh(self, table: str, use: Callable[[Table], pa.Table]) -> pa.Table:
+    def _retry_if_recreated(self, table: str, use: Callable[[Table], pa.Table]) -> pa.Table:
         """Run ``use``, and once more with a newly read schema when the table was created anew meanwhile."""
         try:
             return use(self.table_handle(table))
@@ -228,21 +228,23 @@ class StateClient:
 
     @property
     def address(self) -> str:
-        """Where the store is: ``grpc://host:port``, or its folder."""
+        """The address of the store: ``grpc://host:port``, or its folder."""
         return self._store.address
 
     def serves(self, folder: Path) -> bool:
-        """Whether this is the store in ``folder``, as seen from this process."""
+        """Says whether this is the store in ``folder``, as seen from this process."""
         return is_store_in(self._store, folder)
 
     def close(self) -> None:
-        """Give the store back. Of an embedded one, everything that was committed is on disk by then."""
+        """Close the store. Everything that was committed to an embedded one is on disk then."""
         self._store.close()
 
     def __enter__(self) -> StateClient:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.close()
 
 

@@ -1,4 +1,4 @@
-"""The tables and queues of a store by their names, as the store has described them last."""
+"""The handles of a store's tables and queues by their names, as the store described them last."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shuffle.statestore.store import Store
 
 
 class Handles:
-    """What a client, its transactions and its snapshots know of the names in a store. Safe to use from many threads.
+    """The handles that a client shares with its transactions and snapshots. Safe to use from many threads.
 
-    A table that is dropped and created anew has another id, so what is known of a name can be out of date: whoever is
-    told ``UnknownTable`` by the store calls ``forget`` or ``forget_all``, and the store is asked again.
+    A table that is dropped and created anew has another id, so a handle can be out of date: a caller that gets
+    ``UnknownTable`` from the store calls ``forget`` or ``forget_all``, and the next use reads the schema again.
     """
 
     def __init__(self, store: Store) -> None:
@@ -30,24 +30,24 @@ class Handles:
     def table(self, name: str) -> Table:
         """Raises ``UnknownTable`` if there is none of that name."""
         with self._lock:
-            found = self._tables.get(name)
-        if found is None:
+            table = self._tables.get(name)
+        if table is None:
             schemas = {schema.name: schema for schema in self._store.tables()}
-            found = Table(_named(schemas, name, "table"))
+            table = Table(_named(schemas, name, "table"))
             with self._lock:
-                self._tables[name] = found
-        return found
+                self._tables[name] = table
+        return table
 
     def queue(self, name: str) -> Queue:
         """Raises ``UnknownTable`` if there is none of that name."""
         with self._lock:
-            found = self._queues.get(name)
-        if found is None:
+            queue = self._queues.get(name)
+        if queue is None:
             schemas = {schema.name: schema for schema in self._store.queues()}
-            found = Queue(self._store, _named(schemas, name, "queue"), on_gone=partial(self.forget, name))
+            queue = Queue(self._store, _named(schemas, name, "queue"), on_gone=partial(self.forget, name))
             with self._lock:
-                self._queues[name] = found
-        return found
+                self._queues[name] = queue
+        return queue
 
     def forget(self, name: str) -> None:
         with self._lock:
@@ -55,7 +55,7 @@ class Handles:
             self._queues.pop(name, None)
 
     def forget_all(self) -> None:
-        """The store did not know a table by its id, and it is not known by which name that was looked up."""
+        """Forget all handles: the store did not know an id, and it is not known to which name that id belonged."""
         with self._lock:
             self._tables.clear()
             self._queues.clear()

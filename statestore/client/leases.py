@@ -1,4 +1,4 @@
-"""Leases, as users and workers have them: being a member of a named group, and seeing who else is."""
+"""Leases for users and workers: membership in a named group, and the list of its members."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from shuffle.statestore.store import Member, Store
 
 
 class Lease:
-    """A place in a group. It is lost when it is not renewed in time."""
+    """Membership in a group. It ends when it is not renewed in time."""
 
     def __init__(self, store: Store, lease_id: int) -> None:
         self._store = store
         self.lease_id = lease_id
 
     def renew(self) -> None:
-        """Keep the place for as long again. Raises ``Expired`` when it is too late for that."""
+        """Prolong the lease by its time to live. Raises ``Expired`` if it is over already."""
         self._store.renew(self.lease_id)
 
     def leave(self) -> None:
-        """Give the place up now, instead of letting it run out."""
+        """End the lease now, instead of letting it expire."""
         self._store.leave(self.lease_id)
 
 
 class Leases:
-    """Named groups of members that are alive."""
+    """The named groups of members that are alive."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -34,11 +34,11 @@ class Leases:
         return Lease(self._store, self._store.register(group, member, attributes, ttl_ms))
 
     def members(self, group: str) -> list[Member]:
-        """Who is in a group now; an unknown group is an empty one."""
+        """The members of a group now; an unknown group is an empty one."""
         return self._store.members(group)[1]
 
     def watch(self, group: str, revision: int, wait_ms: int) -> tuple[int, list[Member]]:
-        """Wait up to ``wait_ms`` until the group's revision is not ``revision`` (to begin, any other number will do).
+        """Wait up to ``wait_ms`` until the group's revision is not ``revision``; the first call can pass any number.
 
         Returns the revision and the members; each change of a group gives it another revision.
         """

@@ -1,8 +1,8 @@
-"""Which stores there are, by the scheme of their address, and how each is opened.
+"""Opening stores by the scheme of their address.
 
 A store is a folder, which is opened in this process or reached through the daemon that serves it, or it has an address
-whose scheme says what kind of store it is. One more kind of store is one more ``Scheme``: whatever opens stores (the
-client, specs, the command line, Spark) takes its addresses from then on.
+whose scheme says what kind of store it is. A further kind of store is a further ``Scheme``: whatever opens stores (the
+client, specs, the command line, Spark) then accepts its addresses.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from shuffle.statestore.wire.announcement import served_at
 from shuffle.support import endpoint
 
 FILE_SCHEME = "file"
+"""The scheme that names a folder of this machine."""
 
 _OPEN_WAIT_S = 3.0
-"""How long a folder that another process holds is waited for: it may be a daemon on its way up, which then says where
-it serves."""
+"""The time in seconds to wait for a folder that another process has locked: that may be a daemon that is starting and
+will soon announce its address."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenOptions:
-    """What is asked of a store when it is opened. A store for which an option means nothing ignores it."""
+    """Options for opening a store. A store to which an option does not apply ignores it."""
 
     timeout_s: float | None = None
-    """How many seconds a call waits for its response; None is the store's own default."""
+    """The number of seconds that a call waits for its response; None is the store's own default."""
     local_files: bool = True
-    """Whether files of the store may be read by this process, where it can."""
+    """True if this process may read the store's files directly, where it has access to them."""
     lane: bool | None = None
-    """Whether a daemon's lane for small requests is used, where it has one; None: as the environment says."""
+    """True to use a daemon's lane for small requests, if it has one; None leaves it to the environment variable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,32 +45,32 @@ class Scheme:
     """One kind of store that has an address."""
 
     name: str
-    """What an address begins with, before ``://``."""
+    """The part of an address before ``://``."""
     form: str
-    """How an address looks, for messages: ``grpc://host:port``."""
+    """The form of an address, for messages: ``grpc://host:port``."""
     open: Callable[[str, OpenOptions], Store]
-    """Opens the store at an address, or raises a ``ShuffleError`` that says why not."""
+    """A function that opens the store at an address, or raises a ``ShuffleError`` that says why it cannot."""
     fits: Callable[[str], bool] = lambda address: True
-    """Whether an address has that form. It is asked when a spec is checked, without opening anything."""
+    """A function that says whether an address has that form. It is called when a spec is checked, and opens nothing."""
 
 
 _schemes: dict[str, Scheme] = {}
 
 
 def register_scheme(scheme: Scheme) -> None:
-    """From now on, addresses of this scheme are opened by it. Raises ``BadInput`` if the name is taken."""
+    """Open addresses of this scheme with it from now on. Raises ``BadInput`` if the name is taken."""
     if scheme.name == FILE_SCHEME or scheme.name in _schemes:
         raise BadInput(f"stores of the scheme {scheme.name!r} are registered already")
     _schemes[scheme.name] = scheme
 
 
 def address_forms() -> list[str]:
-    """How the addresses of the registered schemes look, for messages."""
+    """The forms of the addresses of the registered schemes, for messages."""
     return [scheme.form for scheme in _schemes.values()]
 
 
 def is_address(text: str) -> bool:
-    """Whether this is the address of a store of a registered scheme, and looks like one."""
+    """Says whether this is an address of a registered scheme, in the form of that scheme."""
     scheme = _schemes.get(scheme_of(text) or "")
     return scheme is not None and scheme.fits(text)
 
@@ -112,19 +113,19 @@ def open_served(folder: Path, options: OpenOptions = OpenOptions()) -> Store | N
     try:
         store = open_store(address, options)
     except ShuffleError:
-        # The daemon that left its address is gone, or is being replaced; or something else has its port.
+        # The daemon that announced this address is gone or is being replaced, or another program uses its port.
         return None
     if is_store_in(store, folder):
         return store
-    # The daemon that left its address is gone, and that of another store has its port now.
+    # The daemon that announced this address is gone, and the daemon of another store uses its port now.
     store.close()
     return None
 
 
 def is_store_in(store: Store, folder: Path) -> bool:
-    """Whether this is the store in ``folder``, as seen from this process."""
-    found = store.folder
-    return found is not None and found.exists() and folder.exists() and found.samefile(folder)
+    """Says whether this is the store in ``folder``, as seen from this process."""
+    own = store.folder
+    return own is not None and own.exists() and folder.exists() and own.samefile(folder)
 
 
 def _open_folder(folder: Path, options: OpenOptions) -> Store:
@@ -134,7 +135,7 @@ def _open_folder(folder: Path, options: OpenOptions) -> Store:
         if store is not None:
             return store
         try:
-            # Imported only here: a process that has its store elsewhere does without RocksDB.
+            # Imported only here: a process whose store is elsewhere does not load RocksDB.
             from shuffle.statestore.local.local import LocalStore
 
             return LocalStore(folder)

@@ -1,4 +1,4 @@
-"""Queues, as users and workers have them: appending to partitions, reading them, and trimming what is not needed."""
+"""Queues for users and workers: appending to partitions, reading them, and trimming rows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from shuffle.statestore.wire.operations import check_section
 from shuffle.support.fields import as_int
 
 READ_ROWS_DEFAULT = 65_536
+"""The most rows of one ``Queue.read``, unless the caller asks for another number."""
+
 READ_BYTES_DEFAULT = 16 * MIB
+"""The most bytes of one ``Queue.read``, unless the caller asks for another number."""
 
 APPEND_BYTES_MAX = 4 * MIB
-"""Rows of one append are cut into batches of about this size: what a reader maps and decodes at once."""
+"""The size in bytes of the batches into which one append is cut: a reader maps and decodes one at a time."""
 
 
 class Queue:
     """A queue: rows in partitions, each row at a position that counts from 0 and never changes.
 
-    One that was dropped and created anew is another queue, with other rows at the same positions: a handle of the old
-    one says ``UnknownTable``, and ``StateClient.queue`` gives the new one.
+    A queue that was dropped and created anew is another queue, with other rows at the same positions: calls of the old
+    ``Queue`` raise ``UnknownTable``, and ``StateClient.queue`` returns the new one.
     """
 
     def __init__(self, store: Store, description: QueueSchema, on_gone: Callable[[], None] = lambda: None) -> None:
@@ -43,12 +46,12 @@ class Queue:
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns of its rows."""
+        """The columns of the queue's rows."""
         return self._description.schema
 
     @property
     def partitions(self) -> int:
-        """How many partitions it has; they are numbered from 0."""
+        """The number of partitions; they are numbered from 0."""
         return self._description.partitions
 
     def append(
@@ -60,20 +63,20 @@ class Queue:
     ) -> tuple[int, int]:
         """Append rows durably; returns their positions, from ``begin`` up to and without ``end``.
 
-        With a ``producer`` and a ``sequence`` (which grows with each append), repeating an append whose answer was lost
-        is safe: it appears once, and both get the same answer.
+        With a ``producer`` and a ``sequence`` (which grows with each append), repeating an append whose response was
+        lost is safe: the rows are appended once, and both calls return the same positions.
         """
-        append = self.encoded(partition, rows, producer, sequence)
-        with self._noticing():
+        append = self.encode_append(partition, rows, producer, sequence)
+        with self._reporting_unknown():
             return self._store.commit(CommitRequest(appends=[append])).appended[0]
 
-    def encoded(
+    def encode_append(
         self, partition: int, rows: pa.Table | pa.RecordBatch, producer: str | None, sequence: int | None
     ) -> Append:
         if (producer is None) != (sequence is None):
             raise BadInput("producer and sequence go together: give both, or none")
         partition, sequence = as_int(partition), as_int(sequence)
-        append = encoded_append(self.queue_id, partition, self._description.conform_rows(rows), producer, sequence)
+        append = _make_append(self.queue_id, partition, self._description.conform_rows(rows), producer, sequence)
         check_section("append", self.queue_id, partition, len(append.payloads), producer, sequence)
         self._check_sizes(append.payloads)
         return append
@@ -83,13 +86,13 @@ class Queue:
 
         Returns the id to publish. Rows that are not published within ``ttl_ms`` are removed.
         """
-        encoded = payloads(self._description.conform_rows(rows))
+        encoded = _encode_payloads(self._description.conform_rows(rows))
         self._check_sizes(encoded)
-        with self._noticing():
+        with self._reporting_unknown():
             return self._store.stage(self.queue_id, encoded, ttl_ms)
 
     def _check_sizes(self, encoded: list[pa.Buffer]) -> None:
-        """The store checks it again; here it is found before it travels."""
+        """Checks the sizes before anything is sent; the store checks them again."""
         largest = max((payload.size for payload in encoded), default=0)
         if largest > BATCH_BYTES_MAX:
             raise TooLarge(
@@ -100,7 +103,7 @@ class Queue:
             )
 
     def discard(self, staged_id: str) -> None:
-        """Give up staged rows before their time is over."""
+        """Discard staged rows before they expire."""
         self._store.discard(staged_id)
 
     def read(
@@ -116,7 +119,7 @@ class Queue:
 
         Raises ``OutOfRange`` if ``begin`` was trimmed or lies after the end.
         ``max_bytes`` is kept to about one row, and at least one row is returned if there is any. With ``one_answer``
-        the store is asked once, which may give fewer rows than there are: it does not read on from file to file.
+        only one request is sent, which may return fewer rows than there are: it does not read on from file to file.
         """
         partition, begin, max_rows = as_int(partition), as_int(begin), as_int(max_rows)
         if max_rows < 1 or max_bytes < 1:
@@ -125,41 +128,41 @@ class Queue:
         batches: list[pa.RecordBatch] = []
         position, size_bytes = begin, 0
         while position - begin < max_rows and size_bytes < max_bytes:
-            wanted = max_rows - (position - begin)
-            with self._noticing():
-                found = self._store.read(
-                    self._description, partition, position, wanted, max_bytes - size_bytes, 0 if batches else wait_ms
+            rows_left = max_rows - (position - begin)
+            with self._reporting_unknown():
+                response = self._store.read(
+                    self._description, partition, position, rows_left, max_bytes - size_bytes, 0 if batches else wait_ms
                 )
-            if found is None:
+            if response is None:
                 break
-            for first, batch in found.batches:
+            for first, batch in response.batches:
                 batch = batch.slice(max(position - first, 0), max_rows - (position - begin))
-                cut = _within(batch, max_bytes - size_bytes, at_least_one=not batches)
+                cut = _cut_to_bytes(batch, max_bytes - size_bytes, at_least_one=not batches)
                 if not cut.num_rows:
                     return pa.Table.from_batches(batches, self.schema), position
                 batches.append(cut)
                 position += cut.num_rows
                 size_bytes += cut.nbytes
                 if cut.num_rows < batch.num_rows:
-                    break  # What follows in this response does not follow these rows.
+                    break  # The next batch of this response would not follow these rows.
             if one_answer:
                 break
         return pa.Table.from_batches(batches, self.schema), position
 
     def trim(self, partition: int, index: int) -> None:
-        """Give up the rows below the position ``index`` for good; whole files are freed."""
+        """Remove the rows below the position ``index`` for good; whole files are freed."""
         partition, index = as_int(partition), as_int(index)
         check_section("trim", self.queue_id, partition, index)
-        with self._noticing():
+        with self._reporting_unknown():
             self._store.commit(CommitRequest(trims=[Trim(self.queue_id, partition, index)]))
 
     def bounds(self) -> list[tuple[int, int]]:
         """For each partition: the first position that can be read, and the one after the last."""
-        with self._noticing():
+        with self._reporting_unknown():
             return self._store.bounds(self.queue_id)
 
     @contextmanager
-    def _noticing(self) -> Iterator[None]:
+    def _reporting_unknown(self) -> Iterator[None]:
         try:
             yield
         except UnknownTable:
@@ -167,22 +170,22 @@ class Queue:
             raise
 
 
-def _within(batch: pa.RecordBatch, max_bytes: int, at_least_one: bool) -> pa.RecordBatch:
-    """The front of ``batch`` that fits into ``max_bytes``, taking its rows as equally large."""
+def _cut_to_bytes(batch: pa.RecordBatch, max_bytes: int, at_least_one: bool) -> pa.RecordBatch:
+    """The first rows of ``batch`` that fit into ``max_bytes``, if all rows are taken to be equally large."""
     if batch.nbytes <= max_bytes or not batch.num_rows:
         return batch
     rows = int(batch.num_rows * max(max_bytes, 0) / batch.nbytes)
     return batch.slice(0, max(rows, 1) if at_least_one else rows)
 
 
-def encoded_append(
+def _make_append(
     queue_id: int, partition: int, batch: pa.RecordBatch, producer: str | None, sequence: int | None
 ) -> Append:
     """An append whose batches are small enough to be read one at a time."""
-    return Append(queue_id, partition, payloads(batch), producer, sequence)
+    return Append(queue_id, partition, _encode_payloads(batch), producer, sequence)
 
 
-def payloads(batch: pa.RecordBatch) -> list[pa.Buffer]:
+def _encode_payloads(batch: pa.RecordBatch) -> list[pa.Buffer]:
     """``batch`` as Arrow IPC messages of at most about ``APPEND_BYTES_MAX``."""
     pieces = -(-batch.nbytes // APPEND_BYTES_MAX) or 1
     rows = min(-(-batch.num_rows // pieces) or 1, BATCH_ROWS_MAX)

@@ -1,12 +1,12 @@
-"""Who consumes which queue: at most one processor for each, registered in the store.
+"""The consumers of queues: at most one processor for each queue, registered in the store.
 
-A processor trims the rows that it has committed, so a second one on the same queue would find rows gone without a word.
-Therefore each registers as the queue's consumer in the transaction in which it first writes its own state, and a queue
+A processor trims the rows that it has committed, so a second one on the same queue would silently miss rows. Therefore
+each registers as the queue's consumer in the transaction in which it first writes its own state, and a queue
 that has another consumer is refused.
 
 The registration names the queue by its id as well. Ids are never used twice, so a queue that was dropped and created
 anew under its name has no consumer, whoever dropped it. Several consumers of one queue, each with a position of its
-own, would be another table beside this one.
+own, would need another table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shuffle.statestore.client.transaction import Transaction
 
 CONSUMERS_TABLE = "store/queue_consumers"
-"""No processor has a table of this name: theirs end in mappers, reducers, spills and meta."""
+"""The table of registrations. No processor has one of this name: theirs end in mappers, reducers, spills and meta."""
 
 CONSUMERS_KEY = pa.schema([pa.field("queue", pa.string(), nullable=False)])
 CONSUMERS_VALUE = pa.schema(
@@ -41,37 +41,37 @@ def queue_consumers(client: StateClient, tx: Transaction | None = None) -> dict[
     ids = _queue_ids(client)
     try:
         rows = (tx or client).scan(CONSUMERS_TABLE).read_all().to_pylist()
-    except UnknownTable:  # No processor has started since there are registrations.
+    except UnknownTable:  # No processor has registered in this store yet.
         return {}
     return {row["queue"]: row["consumer"] for row in rows if ids.get(row["queue"]) == row["queue_id"]}
 
 
 def register_consumer(client: StateClient, tx: Transaction, consumer: str, queue: str | None) -> bool:
-    """Into ``tx``: ``consumer`` consumes ``queue`` (None: no queue) and no other one; whether anything changes by it.
+    """Register in ``tx`` that ``consumer`` consumes only ``queue`` (None: no queue); returns whether anything changes.
 
-    That the queue has no other consumer is the caller's to check, with ``queue_consumers`` in the same ``tx``.
+    The caller checks that the queue has no other consumer, with ``queue_consumers`` in the same ``tx``.
     """
-    wanted = {} if queue is None else {queue: _queue_ids(client)[queue]}
+    requested = {} if queue is None else {queue: _queue_ids(client)[queue]}
     rows = tx.scan(CONSUMERS_TABLE).read_all().to_pylist()
     held = {row["queue"]: row["queue_id"] for row in rows if row["consumer"] == consumer}
-    if held == wanted:
+    if held == requested:
         return False
     if held:
         tx.delete(CONSUMERS_TABLE, _keys(held))
     if queue is not None:
-        tx.write(CONSUMERS_TABLE, pa.table([[queue], [wanted[queue]], [consumer]], schema=_ROW))
+        tx.write(CONSUMERS_TABLE, pa.table([[queue], [requested[queue]], [consumer]], schema=_ROW))
     return True
 
 
 def release_consumer(client: StateClient, queue: str) -> None:
-    """The queue has no consumer any more; the next processor that starts on it registers."""
+    """Remove the registration of a queue; the next processor that starts on it registers."""
     with client.transaction() as tx:
         tx.delete(CONSUMERS_TABLE, _keys([queue]))
         tx.commit()
 
 
 def _queue_ids(client: StateClient) -> dict[str, int]:
-    """Asked of the store each time: what the client remembers may be of a queue that was dropped since."""
+    """The ids of all queues, read from the store each time: a handle may be of a queue that was dropped since."""
     return {queue.name: queue.queue_id for queue in client.queues()}
 
 

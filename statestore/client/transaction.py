@@ -1,8 +1,8 @@
 """Transactions and snapshots, as users have them.
 
-A transaction lives at the client. It reads at one moment, remembers what it read, and keeps its writes to itself; its
-own reads see them. ``commit`` sends everything at once. So an abandoned transaction costs the store nothing but the
-moment it reads at, and that is given back when the client's session ends.
+A transaction lives in the client. It reads in one read view, records its read set, and buffers its writes, which only
+its own reads see. ``commit`` sends everything in one request. So an abandoned transaction costs the store nothing but
+its read view, which is released when the client's session ends.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from shuffle.errors import BadInput, TooLarge, UnknownTable
 from shuffle.limits import TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
 from shuffle.statestore.client.handles import Handles
 from shuffle.statestore.client.row_cache import RowCache
-from shuffle.statestore.client.scan import Chunk, overlaid, scan_chunks, split_ranges
+from shuffle.statestore.client.scan import Chunk, overlay_writes, scan_chunks, split_ranges
 from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of, no_values, sort_by_key, to_array, to_list
 from shuffle.statestore.codec.sorted_table import Bound, Table
 from shuffle.statestore.key_range import KeyRange
-from shuffle.statestore.request import CommitRequest, Committed, Expect, Publish, Reads, TableWrite, Trim
+from shuffle.statestore.request import CommitRequest, Committed, Precondition, Publish, ReadSet, TableWrite, Trim
 from shuffle.statestore.store import ReadView, Store
 from shuffle.statestore.wire.operations import check_section
 from shuffle.support.fields import as_int
 
 
-class _Reads:
-    """What a snapshot and a transaction have in common: typed reads at one moment."""
+class _ViewReader:
+    """What a snapshot and a transaction have in common: typed reads in one read view."""
 
     def __init__(self, handles: Handles, store: Store) -> None:
         self._handles = handles
@@ -37,9 +37,9 @@ class _Reads:
 
     def lookup(self, table: str, keys: pa.Table | pa.RecordBatch) -> pa.Table:
         """The rows with these keys: key and value columns, in the order of ``keys``; missing ones are absent."""
-        found = self._handles.table(table)
-        conformed, encoded = found.encode_keys(keys)
-        return found.found_rows(conformed, self._get(found, encoded))
+        handle = self._handles.table(table)
+        conformed, encoded = handle.encode_keys(keys)
+        return handle.decode_lookup(conformed, self._get(handle, encoded))
 
     def scan(
         self,
@@ -58,15 +58,15 @@ class _Reads:
         ``prefix`` is all rows with those leading values, and with ``partial`` its last value is only the beginning of a
         string. At most ``limit`` rows come, and only ``columns`` of them if these are named.
         """
-        found = self._handles.table(table)
-        wanted = KeyRange(*found.range(begin, end, prefix, partial))
+        handle = self._handles.table(table)
+        key_range = KeyRange(*handle.range(begin, end, prefix, partial))
         if limit is not None and limit < 0:
             raise BadInput(f"limit must not be negative, not {limit}")
-        schema = found.schema.row
+        schema = handle.schema.row
         for column in columns or []:
             if column not in schema.names:
                 raise BadInput(f"table {table!r} has no column {column!r}", table=table, column=column)
-        batches = (found.decode_rows(*chunk) for chunk in self._chunks(found, wanted, limit, reverse))
+        batches = (handle.decode_rows(*chunk) for chunk in self._chunks(handle, key_range, limit, reverse))
         if columns is None:
             return pa.RecordBatchReader.from_batches(schema, batches)
         projected = pa.schema([schema.field(column) for column in columns])
@@ -76,14 +76,14 @@ class _Reads:
         try:
             if self._view is not None:
                 return self._store.get(self._view, table.table_id, keys)
-            self._view, values = self._store.get_and_hold(table.table_id, keys)
+            self._view, values = self._store.open_view_and_get(table.table_id, keys)
         except UnknownTable:
             self._handles.forget_all()
             raise
         return values
 
-    def _chunks(self, table: Table, wanted: KeyRange, limit: int | None, reverse: bool) -> Iterator[Chunk]:
-        return scan_chunks(lambda *args: self._fetch(table, reverse, *args), wanted, limit, reverse)
+    def _chunks(self, table: Table, key_range: KeyRange, limit: int | None, reverse: bool) -> Iterator[Chunk]:
+        return scan_chunks(lambda *args: self._fetch(table, reverse, *args), key_range, limit, reverse)
 
     def _fetch(self, table: Table, reverse: bool, begin: bytes, end: bytes | None, rows_max: int) -> Chunk:
         try:
@@ -99,7 +99,7 @@ class _Reads:
 
     @property
     def version(self) -> int:
-        """The version of the store that is read."""
+        """The version of the store that is read here."""
         return self._opened().version
 
     def _release(self) -> None:
@@ -108,13 +108,16 @@ class _Reads:
             self._store.release_view(view)
 
     def _abandon(self) -> None:
-        """Forgotten by its user. This may run in the middle of anything, so the store is only told, not asked."""
+        """Release the view of an object that its user forgot to close.
+
+        A finaliser may run at any point of any thread, so this sends no request and waits for nothing.
+        """
         if self._view is not None:
             self._store.abandon_view(self._view)
 
 
-class Snapshot(_Reads):
-    """All tables at one moment, never blocked by writers and never blocking them. Close it when done."""
+class Snapshot(_ViewReader):
+    """A consistent view of all tables, which is never blocked by writers and never blocks them. Close it when done."""
 
     def __init__(self, handles: Handles, store: Store, shared: ReadView | None = None) -> None:
         super().__init__(handles, store)
@@ -123,31 +126,31 @@ class Snapshot(_Reads):
         self._opened()
 
     def close(self) -> None:
-        """Let go of the moment, so that the store need not keep it."""
+        """Release the read view, so that the store need not keep its old versions of rows."""
         self._closed = True
         if self._shared is None:
             self._release()
 
     def renew(self) -> None:
-        """Tell the store that a shared snapshot is still in use. One of this client alone is kept up without it."""
+        """Keep a shared snapshot for as long again. A snapshot of this client alone needs no renewal."""
         self._store.renew_view(self._opened())
 
     def split(self, table: str, parts: int, ranges: Sequence[KeyRange] | None = None) -> list[KeyRange]:
-        """Cuts ``ranges`` of a table (all of it) into at least ``parts`` pieces that have rows, if there are enough.
+        """Cuts ``ranges`` of a table (default: all of it) into at least ``parts`` pieces with rows, if it has enough.
 
-        The cuts lie evenly between the first and the last key as bytes, so that the pieces are only about as even as
-        the keys are.
+        The cuts divide the bytes between the first and the last key evenly, so the pieces have similar numbers of rows
+        only if the keys are evenly distributed.
         """
-        found = self._handles.table(table)
-        fetch = partial(self._fetch, found)
-        wanted = ranges if ranges is not None else [KeyRange(*found.range(None, None, None))]
-        return split_ranges(lambda reverse, begin, end: fetch(reverse, begin, end, 1)[0], wanted, parts)
+        handle = self._handles.table(table)
+        fetch = partial(self._fetch, handle)
+        key_ranges = ranges if ranges is not None else [KeyRange(*handle.range(None, None, None))]
+        return split_ranges(lambda reverse, begin, end: fetch(reverse, begin, end, 1)[0], key_ranges, parts)
 
-    def scan_range(self, table: str, wanted: KeyRange) -> pa.RecordBatchReader:
+    def scan_range(self, table: str, key_range: KeyRange) -> pa.RecordBatchReader:
         """The rows of one piece of ``split``."""
-        found = self._handles.table(table)
-        batches = (found.decode_rows(*chunk) for chunk in self._chunks(found, wanted, None, False))
-        return pa.RecordBatchReader.from_batches(found.schema.row, batches)
+        handle = self._handles.table(table)
+        batches = (handle.decode_rows(*chunk) for chunk in self._chunks(handle, key_range, None, False))
+        return pa.RecordBatchReader.from_batches(handle.schema.row, batches)
 
     def _opened(self) -> ReadView:
         if self._closed:
@@ -161,26 +164,28 @@ class Snapshot(_Reads):
     def __enter__(self) -> Snapshot:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
-        if self._shared is None:  # A shared one is left to the others, however this one ends.
+        if self._shared is None:  # A shared view is left to the other clients, however this object ends.
             self._abandon()
 
 
-class Transaction(_Reads):
+class Transaction(_ViewReader):
     """Reads and writes that take effect together or not at all.
 
-    ``commit`` has three answers: it returns (committed and durable), raises ``CommitConflict`` (nothing happened, run
-    the transaction again) or ``CommitUnknown`` (the answer was lost: read the state again to learn which it was).
+    ``commit`` has three outcomes: it returns (committed and durable), raises ``CommitConflict`` (nothing happened, run
+    the transaction again) or ``CommitUnknown`` (the response was lost: read the state again to learn which it was).
     """
 
     def __init__(self, handles: Handles, store: Store, cache: RowCache | None = None) -> None:
         super().__init__(handles, store)
         self._cache = cache
         self._seen: dict[bytes, bytes | None] = {}
-        """Rows that this transaction was told of, by the store or by the cache; empty without a cache."""
+        """The rows that this transaction has read, from the store or from the cache; empty without a cache."""
         self._request = CommitRequest()
         self._keys_read: list[Binary] = []
         self._ranges_read: list[KeyRange] = []
@@ -188,50 +193,50 @@ class Transaction(_Reads):
         self._own: dict[int, dict[bytes, bytes | None]] = {}
         self._over: str | None = None
         self.is_committed = False
-        """Whether the store has acknowledged the commit. False may also mean that its answer was lost."""
+        """True if the store has acknowledged the commit. False may also mean that its response was lost."""
         self._size_bytes = 0
         self._rows = 0
 
-    # --- requiring ---
+    # --- preconditions ---
 
     def expect(self, table: str, rows: pa.Table | pa.RecordBatch) -> None:
-        """Commit only if these very rows are in the table at that moment, before what this transaction writes.
+        """Commit only if the table has exactly these rows at that time, before this transaction's own writes.
 
-        The store compares them when it commits, so a row whose content is known need not be read to be relied on. If
-        one is another, or is not there, ``commit`` raises ``CommitConflict``.
+        The store compares them when it commits, so a row whose content is known need not be read again. If a row
+        differs, or does not exist, ``commit`` raises ``CommitConflict``.
         """
         self._check_open()
-        found = self._handles.table(table)
-        self._expect(Expect(found.table_id, *found.encode_rows(rows)), table)
+        handle = self._handles.table(table)
+        self._add_precondition(Precondition(handle.table_id, *handle.encode_rows(rows)), table)
 
     def expect_absent(self, table: str, keys: pa.Table | pa.RecordBatch) -> None:
-        """Commit only if no row of the table has one of these keys at that moment."""
+        """Commit only if no row of the table has one of these keys at the time of the commit."""
         self._check_open()
-        found = self._handles.table(table)
-        _, encoded = found.encode_keys(keys)
-        self._expect(Expect(found.table_id, encoded, no_values(encoded)), table)
+        handle = self._handles.table(table)
+        _, encoded = handle.encode_keys(keys)
+        self._add_precondition(Precondition(handle.table_id, encoded, no_values(encoded)), table)
 
-    def _expect(self, expect: Expect, table: str) -> None:
-        if len(expect.keys):
-            self._grow(bytes_of(expect.keys) + bytes_of(expect.values), len(expect.keys), table)
-            self._request.expects.append(expect)
+    def _add_precondition(self, added: Precondition, table: str) -> None:
+        if len(added.keys):
+            self._grow(bytes_of(added.keys) + bytes_of(added.values), len(added.keys), table)
+            self._request.preconditions.append(added)
 
     # --- writing ---
 
     def write(self, table: str, rows: pa.Table | pa.RecordBatch) -> None:
         """Insert rows, or replace those with the same keys."""
         self._check_open()
-        found = self._handles.table(table)
-        self._tables[found.table_id] = found
-        self._add(TableWrite(found.table_id, *sort_by_key(*found.encode_rows(rows))), table)
+        handle = self._handles.table(table)
+        self._tables[handle.table_id] = handle
+        self._add(TableWrite(handle.table_id, *sort_by_key(*handle.encode_rows(rows))), table)
 
     def delete(self, table: str, keys: pa.Table | pa.RecordBatch) -> None:
-        """Delete the rows with these keys; keys that are not there are no mistake."""
+        """Delete the rows with these keys; keys without a row are ignored."""
         self._check_open()
-        found = self._handles.table(table)
-        self._tables[found.table_id] = found
-        _, encoded = found.encode_keys(keys)
-        self._add(TableWrite(found.table_id, encoded, no_values(encoded)), table)
+        handle = self._handles.table(table)
+        self._tables[handle.table_id] = handle
+        _, encoded = handle.encode_keys(keys)
+        self._add(TableWrite(handle.table_id, encoded, no_values(encoded)), table)
 
     def append(
         self,
@@ -241,18 +246,18 @@ class Transaction(_Reads):
         producer: str | None = None,
         sequence: int | None = None,
     ) -> None:
-        """Append rows to a partition of a queue. Their positions are in the answer of ``commit``."""
+        """Append rows to a partition of a queue. Their positions are in the result of ``commit``."""
         self._check_open()
-        append = self._handles.queue(queue).encoded(partition, rows, producer, sequence)
+        append = self._handles.queue(queue).encode_append(partition, rows, producer, sequence)
         self._grow(sum(payload.size for payload in append.payloads), 0, queue)
         self._request.appends.append(append)
 
     def publish(self, queue: str, partition: int, staged_id: str) -> None:
         """Make rows visible that ``Queue.stage`` has written before."""
         self._check_open()
-        place = self._handles.queue(queue).queue_id, as_int(partition)
-        check_section("publish", *place, staged_id)
-        self._request.appends.append(Publish(*place, staged_id))
+        target = self._handles.queue(queue).queue_id, as_int(partition)
+        check_section("publish", *target, staged_id)
+        self._request.appends.append(Publish(*target, staged_id))
 
     def appends_to(self, queue: str) -> set[int]:
         """The partitions of ``queue`` that this transaction appends to."""
@@ -260,11 +265,11 @@ class Transaction(_Reads):
         return {append.partition for append in self._request.appends if append.queue_id == queue_id}
 
     def trim(self, queue: str, partition: int, index: int) -> None:
-        """Give up the rows of a partition below ``index``."""
+        """Remove the rows of a partition below the position ``index``."""
         self._check_open()
-        place, index = (self._handles.queue(queue).queue_id, as_int(partition)), as_int(index)
-        check_section("trim", *place, index)
-        self._request.trims.append(Trim(*place, index))
+        target, index = (self._handles.queue(queue).queue_id, as_int(partition)), as_int(index)
+        check_section("trim", *target, index)
+        self._request.trims.append(Trim(*target, index))
 
     def _add(self, write: TableWrite, table: str) -> None:
         if not len(write.keys):
@@ -283,7 +288,7 @@ class Transaction(_Reads):
                 table=name,
             )
 
-    # --- reading: what the store has, under what this transaction wrote ---
+    # --- reading: the rows of the store, with this transaction's own writes over them ---
 
     def _get(self, table: Table, keys: Binary) -> Binary:
         self._check_open()
@@ -303,35 +308,35 @@ class Transaction(_Reads):
     def _get_through(self, cache: RowCache, table: Table, keys: Binary) -> Binary:
         """The values of ``keys``, the missing ones null:
 
-        1. those that this transaction has seen before, as it saw them;
-        2. those that the cache knows, which become something the commit expects;
-        3. the others from the store, which become something the commit has read;
+        1. those that this transaction has read before, with the same values;
+        2. those that the cache knows, which become preconditions of the commit;
+        3. the others from the store, which become part of the read set;
         4. over all of them, what this transaction wrote itself.
         """
-        wanted: list[bytes] = to_list(keys)
+        requested: list[bytes] = to_list(keys)
         as_given = to_list if isinstance(keys, list) else to_array
-        unseen = [key for key in wanted if key not in self._seen]  # 1
+        unseen = [key for key in requested if key not in self._seen]  # 1
         known = cache.among(unseen)  # 2
         if known:
             self._seen.update(known)
             names, values = as_given(list(known)), as_given(list(known.values()))
-            self._expect(Expect(table.table_id, names, values), table.schema.name)
-        asked = [key for key in unseen if key not in known]  # 3
-        if asked:
-            found = self._get_stored(table, as_given(asked))
-            self._seen.update(zip(asked, to_list(found), strict=True))
+            self._add_precondition(Precondition(table.table_id, names, values), table.schema.name)
+        unknown = [key for key in unseen if key not in known]  # 3
+        if unknown:
+            stored = self._get_stored(table, as_given(unknown))
+            self._seen.update(zip(unknown, to_list(stored), strict=True))
         own = self._own_writes(table.table_id)  # 4
-        return as_given([own[key] if key in own else self._seen[key] for key in wanted])
+        return as_given([own[key] if key in own else self._seen[key] for key in requested])
 
-    def _chunks(self, table: Table, wanted: KeyRange, limit: int | None, reverse: bool) -> Iterator[Chunk]:
+    def _chunks(self, table: Table, key_range: KeyRange, limit: int | None, reverse: bool) -> Iterator[Chunk]:
         self._check_open()
         own = self._own_writes(table.table_id)
 
         def fetch(begin: bytes, end: bytes | None, rows_max: int) -> Chunk:
             return self._fetch(table, reverse, begin, end, rows_max)
 
-        merged = overlaid(fetch, own, reverse) if own else fetch
-        return scan_chunks(merged, wanted, limit, reverse, self._ranges_read.append)
+        merged = overlay_writes(fetch, own, reverse) if own else fetch
+        return scan_chunks(merged, key_range, limit, reverse, self._ranges_read.append)
 
     def _own_writes(self, table_id: int) -> dict[bytes, bytes | None]:
         """What this transaction wrote to a table, by key; built only when something is read after it."""
@@ -355,14 +360,14 @@ class Transaction(_Reads):
         """Make everything take effect at once; when this returns, it is durable.
 
         Raises ``CommitConflict`` (something read has changed: nothing was written, run the transaction again),
-        ``CommitUnknown`` (the answer was lost: read the state again), or what is wrong with the rows, such as
+        ``CommitUnknown`` (the response was lost: read the state again), or what is wrong with the rows, such as
         ``ConstraintViolated``. Whatever happens, the transaction is over.
         """
         self._check_open()
         self._over = "committed"
         view, self._view = self._view, None
         if view is not None:
-            self._request.reads = Reads(view.version, self._keys_read, self._ranges_read)
+            self._request.reads = ReadSet(view.version, self._keys_read, self._ranges_read)
         try:
             committed = self._store.commit(self._request, view)
         except BaseException as error:
@@ -373,14 +378,14 @@ class Transaction(_Reads):
             raise
         self.is_committed = True
         if self._cache is not None:
-            self._teach(self._cache)
+            self._update_cache(self._cache)
         return committed
 
-    def _teach(self, cache: RowCache) -> None:
-        """The commit was acknowledged: what it has read and written is what the store holds now."""
+    def _update_cache(self, cache: RowCache) -> None:
+        """Put the rows of an acknowledged commit into the cache: what it read and wrote is what the store holds now."""
         writes = self._request.writes
         if any(len(write.keys) > cache.keys_max for write in writes):
-            # What is known of other rows may be true still, but who writes so much does not look up a few.
+            # The other rows may still be right, but a caller that writes so many rows does not look up a few of them.
             cache.forget()
             return
         for write in writes:
@@ -388,7 +393,7 @@ class Transaction(_Reads):
         cache.learn(self._seen)
 
     def abort(self) -> None:
-        """Forget everything. After ``commit`` it does nothing, so a ``with`` may end with it."""
+        """Discard the transaction. After ``commit`` this does nothing, so a ``with`` may end with it."""
         if self._over is None:
             self._over = "aborted"
         self._release()
@@ -400,7 +405,9 @@ class Transaction(_Reads):
     def __enter__(self) -> Transaction:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.abort()
 
     def __del__(self) -> None:

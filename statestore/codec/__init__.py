@@ -1,1 +1,1 @@
-"""How rows, keys and schemas become bytes, and back. Knows nothing of where the bytes go."""
+"""The encoding of rows, keys and schemas as bytes, and back. Nothing here stores or sends the bytes."""

@@ -1,4 +1,4 @@
-"""Arrow arrays as numpy arrays and back, without a Python step per row; and lists of bytes where there are few rows.
+"""Arrow arrays as numpy arrays and back, without a Python step per row; and lists of bytes for small batches.
 
 Every function here honours the offset of a sliced array: a slice shares its parent's buffers.
 """
@@ -15,13 +15,13 @@ import pyarrow.compute as pc
 NumpyArray = np.ndarray[Any, Any]
 
 Binary: TypeAlias = "pa.BinaryArray | list[Any]"
-"""Encoded keys or values, None or null where there is none: an array, or a list of bytes where there are few."""
+"""Encoded keys or values, with None or null where there is no value: an array, or a list of bytes for a small batch."""
 
 BINARY_BYTES_MAX = 2**31 - 1
-"""What the 32-bit offsets of an Arrow binary array can address."""
+"""The most bytes that the 32-bit offsets of an Arrow binary array can address."""
 
 _FEW = 16
-"""For so few rows a loop costs less than the call of a compute kernel."""
+"""The number of rows up to which a loop costs less than the call of a compute kernel."""
 
 _STORAGE: dict[str, str] = {
     **{f"int{bits}": f"<i{bits // 8}" for bits in (8, 16, 32, 64)},
@@ -33,18 +33,18 @@ _STORAGE: dict[str, str] = {
 }
 
 
-def storage_dtype(kind: pa.DataType) -> np.dtype[Any]:
-    """How one value of a fixed-width type lies in memory: what ``to_numpy`` gives and ``from_numpy`` takes."""
-    if pa.types.is_timestamp(kind):
+def storage_dtype(data_type: pa.DataType) -> np.dtype[Any]:
+    """The numpy type of a fixed-width type in memory, which ``to_numpy`` returns and ``from_numpy`` takes."""
+    if pa.types.is_timestamp(data_type):
         return np.dtype("<i8")
-    if pa.types.is_decimal128(kind):
+    if pa.types.is_decimal128(data_type):
         # Little-endian two's complement of 16 bytes; numpy has no such integer, so it goes as two halves.
         return np.dtype([("low", "<u8"), ("high", "<u8")])
-    return np.dtype(_STORAGE[str(kind)])
+    return np.dtype(_STORAGE[str(data_type)])
 
 
 def to_numpy(array: pa.Array) -> NumpyArray:
-    """The values of a fixed-width array; what stands under a null is arbitrary."""
+    """The values of a fixed-width array; the value at a null is arbitrary."""
     dtype, count = storage_dtype(array.type), len(array)
     if not count:
         return np.empty(0, dtype)
@@ -56,23 +56,23 @@ def to_numpy(array: pa.Array) -> NumpyArray:
     return np.frombuffer(data, dtype, count=count, offset=array.offset * dtype.itemsize)
 
 
-def from_numpy(values: NumpyArray, kind: pa.DataType, validity: pa.Buffer | None = None) -> pa.Array:
+def from_numpy(values: NumpyArray, data_type: pa.DataType, validity: pa.Buffer | None = None) -> pa.Array:
     """The array of a fixed-width type over ``values``, which are of its ``storage_dtype``."""
     count = len(values)
-    if pa.types.is_boolean(kind):
+    if pa.types.is_boolean(data_type):
         data = pa.py_buffer(np.packbits(values, bitorder="little"))
     else:
-        # A single value of a packed record counts as contiguous where it lies, but Arrow wants it aligned, too.
+        # A single value of a packed record counts as contiguous where it lies, but Arrow also needs it aligned.
         data = pa.py_buffer(np.require(values, requirements=["C", "A"]))
-    return pa.Array.from_buffers(kind, count, [validity, data])
+    return pa.Array.from_buffers(data_type, count, [validity, data])
 
 
 def fits_precision(array: pa.Array) -> bool:
-    """Whether the decimals of an array have no more digits than their type says; Arrow itself does not look."""
+    """Says whether the decimals of an array have no more digits than their type allows; Arrow itself does not check."""
     halves = to_numpy(array)
     bound = 10**array.type.precision
     if bound <= 1 << 63:
-        # Of such a number the upper half is nothing but the sign of the lower one.
+        # The upper half of such a number only repeats the sign of the lower half.
         low = halves["low"].view(np.int64)
         return bool((halves["high"].view(np.int64) == low >> 63).all() and (low < bound).all() and (low > -bound).all())
     low, high = halves["low"], halves["high"].view(np.int64)
@@ -98,7 +98,7 @@ def nulls_of(array: pa.Array) -> NumpyArray | None:
 
 
 def offsets_of(array: pa.Array) -> NumpyArray:
-    """Where each value begins in ``data_of``, and where the last one ends."""
+    """The offsets at which each value begins in ``data_of``, and the one at which the last value ends."""
     if not len(array):
         return np.zeros(1, np.int32)
     return np.frombuffer(array.buffers()[1], np.int32, count=len(array) + 1, offset=array.offset * 4)
@@ -113,7 +113,7 @@ def data_of(array: pa.Array) -> NumpyArray:
 
 
 def as_binary(array: pa.Array) -> pa.Array:
-    """The bytes of a string or binary array, in the same buffers (for a few rows a cast is the dearest step)."""
+    """The bytes of a string or binary array, in the same buffers: for a few rows a cast would cost most of all."""
     if pa.types.is_binary(array.type):
         return array
     return pa.Array.from_buffers(pa.binary(), len(array), array.buffers(), offset=array.offset)
@@ -146,9 +146,9 @@ def nulls_in(values: Binary) -> int:
 
 
 def bytes_of(array: Binary) -> int:
-    """The bytes of a binary array: its values and their offsets; ``nbytes`` looks for shared buffers, for 8 µs."""
+    """The size of a binary array: values and offsets. ``nbytes`` also looks for shared buffers, which takes 8 µs."""
     if isinstance(array, list):
-        # A loop: for the one or two values of most transactions a generator costs more than what it adds up.
+        # A loop: for the one or two values of most transactions a generator expression costs more than the sum itself.
         size_bytes = 4 * (len(array) + 1)
         for value in array:
             if value is not None:
@@ -178,8 +178,8 @@ def all_start_with(array: Binary, prefix: bytes) -> bool:
 
 @functools.cache
 def binary_scalar(value: bytes) -> pa.BinaryScalar:
-    """One of the few values that are part of the code. Made when first used, not when this is imported: with the first
-    value that Arrow makes it imports pandas, and a process may have something to say about that (``footprint``)."""
+    """The Arrow scalar of a constant of the code. It is made when first used, not when this module is imported: Arrow
+    imports pandas with the first value that it makes, which a process may want to prevent (``process_memory``)."""
     return pa.scalar(value, pa.binary())
 
 
@@ -218,8 +218,8 @@ def records_at(data: NumpyArray, starts: NumpyArray, dtype: np.dtype[Any]) -> Nu
 def pieces_at(data: NumpyArray, starts: NumpyArray, ends: NumpyArray) -> pa.Array:
     """A binary array of ``data[start:end]`` for every pair; the pairs ascend and do not overlap.
 
-    Wanted and unwanted pieces alternate, so [start, end, start, end, …] is a valid array of offsets over the same data,
-    and every second value of it is one of ours.
+    The pieces and the gaps between them alternate, so [start, end, start, end, …] is a valid array of offsets over the
+    same data, and every second value of it is one of the pieces.
     """
     count = len(starts)
     if not count:
@@ -232,9 +232,9 @@ def pieces_at(data: NumpyArray, starts: NumpyArray, ends: NumpyArray) -> pa.Arra
 
 
 def sort_by_key(keys: Binary, values: Binary) -> tuple[Binary, Binary]:
-    """The same pairs, in the order of their keys, equal ones as they came. A few stay as they are.
+    """The same pairs sorted by key; pairs with equal keys keep their order. A small batch is returned unchanged.
 
-    RocksDB takes up keys that follow each other in half the time: it finds the place of each near that of the last.
+    RocksDB inserts sorted keys in half the time: it finds the position of each key near that of the one before.
     """
     if isinstance(keys, list):
         return keys, values
@@ -243,7 +243,7 @@ def sort_by_key(keys: Binary, values: Binary) -> tuple[Binary, Binary]:
 
 
 def join(parts: list[Any]) -> pa.Array:
-    """Row by row, the parts (binary arrays or scalars) one after the other; a null counts as nothing."""
+    """The parts (binary arrays or scalars) joined row by row; a null counts as empty."""
     if len(parts) == 1:
         return parts[0]
     return pc.binary_join_element_wise(*parts, binary_scalar(b""), null_handling="replace", null_replacement="")

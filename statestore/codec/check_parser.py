@@ -8,8 +8,8 @@
     product:= unary (( * | / | % ) unary)*
     unary  := - unary | literal | column | length ( sum ) | ( or )
 
-Keywords are case-insensitive, a column in double quotes is taken as written. The tree says for every node where in the
-text it stands, so that what is found wrong later can still be shown.
+Keywords are case-insensitive, a column in double quotes is taken as written. Every node of the tree has its
+position in the text, so that a mistake that is found later can still be shown there.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 
 EXPRESSION_CHARS_MAX = 4_096
-"""A CHECK is a line or two; a longer one is a program."""
+"""The most characters of one expression. A CHECK is a line or two; a longer one belongs into a program."""
 
 DEPTH_MAX = 30
-"""Nesting of parentheses, NOT and minus: each costs the parser some ten frames of Python's stack."""
+"""The deepest nesting of parentheses, NOT and minus: each level costs the parser some ten frames of Python's stack."""
 
 HEIGHT_MAX = 100
-"""Height of the tree, where also each step of a long sum counts: each costs the evaluator two frames."""
+"""The largest height of the tree, in which each step of a long sum counts: a level costs the evaluator two frames."""
 
 IN_MAX = 1_000
-"""Values of one IN list: each is one comparison."""
+"""The most values of one IN list: each is one comparison."""
 
 _TOKEN = re.compile(
     r"""(?P<space>\s+)
@@ -45,7 +45,7 @@ _COMPARISONS = {"=": "=", "==": "=", "<>": "<>", "!=": "<>", "<": "<", "<=": "<=
 
 
 class CheckError(Exception):
-    """Something wrong at a place of the expression."""
+    """A mistake at a position of the expression."""
 
     def __init__(self, message: str, position: int, column: str | None = None) -> None:
         super().__init__(message)
@@ -100,16 +100,16 @@ def parse(expression: str) -> Node:
 def _tokens(expression: str) -> list[_Token]:
     tokens, at = [], 0
     while at < len(expression):
-        found = _TOKEN.match(expression, at)
-        if not found:
+        match = _TOKEN.match(expression, at)
+        if not match:
             what = "a string without its closing quote" if expression[at] in "'\"" else f"{expression[at]!r}"
             raise CheckError(f"{what} cannot be read", at + 1)
-        kind, text = str(found.lastgroup), found[0]
+        kind, text = str(match.lastgroup), match[0]
         if kind == "word" and text.upper() in _KEYWORDS:
             kind, text = "keyword", text.upper()
         if kind != "space":
             tokens.append(_Token(kind, text, at + 1))
-        at = found.end()
+        at = match.end()
     tokens.append(_Token("end", "the end", len(expression) + 1))
     return tokens
 
@@ -160,7 +160,7 @@ class _Parser:
         return self._flat(self._not, "AND")
 
     def _flat(self, inner: Callable[[], Node], operator: str) -> Node:
-        """All members of a chain side by side, so that a long one is not a high tree."""
+        """All operands of a chain of one operator as one node, so that a long chain does not make a high tree."""
         nodes, position = [inner()], self._next.position
         while self._accept("keyword", operator):
             nodes.append(inner())
@@ -253,5 +253,5 @@ def _negate_if(negated: bool, node: Node) -> Node:
 
 
 def _number(text: str) -> int | Decimal:
-    """Kept exact: whether it becomes a float or a decimal depends on what it meets."""
+    """The exact number: whether it becomes a float or a decimal depends on the type of the other operand."""
     return int(text) if text.isdigit() else Decimal(text)

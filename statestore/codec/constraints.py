@@ -1,6 +1,6 @@
 """CHECK constraints over the columns of a table, evaluated on whole batches.
 
-SQL's rules: a row breaks a constraint only if the expression is FALSE; with NULL in it the answer is unknown, and
+SQL's rules: a row breaks a constraint only if the expression is FALSE; with NULL in it the result is unknown, and
 unknown passes. Division by zero is NULL; ``/`` of whole numbers is a whole number. A row for which the expression
 cannot be computed (an overflow) breaks the constraint. Text compares as its UTF-8 bytes do.
 """
@@ -21,7 +21,7 @@ from shuffle.statestore.codec.schema import TableSchema
 from shuffle.statestore.codec.values import RowCodec
 
 SHOWN_CHARS_MAX = 200
-"""How much of the offending row an error shows: enough to find it, little enough for a status message."""
+"""The most characters of the offending row in an error: enough to find it, and short enough for a status message."""
 
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "=": pc.equal,
@@ -37,7 +37,7 @@ _COMPUTE: dict[str, Callable[[Any, Any], Any]] = {
     "*": pc.multiply_checked,
 }
 _WIDEST_WHOLE = pa.decimal128(20, 0)
-"""Holds every int64 and every uint64."""
+"""A type that can hold every int64 and every uint64."""
 
 
 class Constraint:
@@ -48,13 +48,13 @@ class Constraint:
         try:
             self._tree = parse(expression)
             self.columns = tuple(sorted(set(_columns_of(self._tree))))
-            # An empty batch has all the types and none of the values: what does not fit together shows here.
-            result = _evaluate(self._tree, _empty(value_schema))
+            # An empty batch has all the types and no values: types that cannot be combined are found here.
+            result = _evaluate(self._tree, _empty_batch(value_schema))
             if not pa.types.is_boolean(result.type) and not pa.types.is_null(result.type):
                 raise CheckError(f"the expression is {result.type}, not true or false", 1)
         except CheckError as error:
             raise BadInput(
-                f"table {table!r}, constraint {name!r}, at character {error.position} of {_shortened(expression)!r}:"
+                f"table {table!r}, constraint {name!r}, at character {error.position} of {_shorten(expression)!r}:"
                 f" {error.message}",
                 table=table,
                 constraint=name,
@@ -72,9 +72,9 @@ class Constraint:
             row, why = self._first_incomputable(rows), f" (it cannot be computed: {error})"
         if row is None:
             return
-        shown = _shortened(", ".join(f"{name}={_shown(rows.column(name)[row])}" for name in self.columns))
+        shown = _shorten(", ".join(f"{name}={_show_value(rows.column(name)[row])}" for name in self.columns))
         raise ConstraintViolated(
-            f"table {self.table!r}, row {row}: breaks the constraint {self.name!r}, {_shortened(self.expression)}"
+            f"table {self.table!r}, row {row}: breaks the constraint {self.name!r}, {_shorten(self.expression)}"
             f"{why}; it has {shown}",
             table=self.table,
             constraint=self.name,
@@ -125,19 +125,19 @@ class TableConstraints:
                 constraint.check(rows)
 
 
-def _shown(value: pa.Scalar) -> str:
+def _show_value(value: pa.Scalar) -> str:
     try:
         return repr(value.as_py())
     except (ValueError, OverflowError):
-        # A moment that Python's datetime cannot hold: its nanoseconds, or its year, are beyond it.
+        # A timestamp that Python's datetime cannot hold: it has nanoseconds, or its year is out of range.
         return str(value.cast(pa.string()).as_py())
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= SHOWN_CHARS_MAX else text[:SHOWN_CHARS_MAX] + "…"
 
 
-def _empty(schema: pa.Schema) -> pa.RecordBatch:
+def _empty_batch(schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
 
 
@@ -150,7 +150,10 @@ def _columns_of(node: Node) -> list[str]:
 
 
 def _evaluate(node: Node, rows: pa.RecordBatch) -> Any:
-    """An Arrow array or scalar. Operands of different types are brought together first; what cannot be is an error."""
+    """The value of a node, as an Arrow array or scalar.
+
+    Operands of different types are cast to a common one first; where there is none, it is an error.
+    """
     if isinstance(node, Literal):
         return _literal(node)
     if isinstance(node, Column):
@@ -162,8 +165,8 @@ def _evaluate(node: Node, rows: pa.RecordBatch) -> Any:
     try:
         return _apply(node, arguments)
     except (pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
-        kinds = " and ".join(str(argument.type) for argument in arguments)
-        raise CheckError(f"{node.operator} cannot be used on {kinds} ({error})", node.position) from None
+        types = " and ".join(str(argument.type) for argument in arguments)
+        raise CheckError(f"{node.operator} cannot be used on {types} ({error})", node.position) from None
     except pa.ArrowInvalid as error:
         if rows.num_rows:
             raise
@@ -173,21 +176,21 @@ def _evaluate(node: Node, rows: pa.RecordBatch) -> Any:
 def _apply(node: Call, arguments: list[Any]) -> Any:
     operator = node.operator
     if operator in ("AND", "OR"):
-        result, *others = [_truth(argument, node) for argument in arguments]
+        result, *others = [_as_boolean(argument, node) for argument in arguments]
         combine = pc.and_kleene if operator == "AND" else pc.or_kleene
         for other in others:
             result = combine(result, other)
         return result
     if operator == "NOT":
-        return pc.invert(_truth(arguments[0], node))
+        return pc.invert(_as_boolean(arguments[0], node))
     if operator == "IS NULL":
         return pc.is_null(arguments[0])
     if operator == "length":
         return _length(arguments[0], node)
     if operator == "negate":
-        left, right = _together(pa.scalar(0, pa.int64()), arguments[0], node)
+        left, right = _unify_types(pa.scalar(0, pa.int64()), arguments[0], node)
         return pc.subtract_checked(left, right)
-    left, right = _together(*_adapted(node, arguments), node)
+    left, right = _unify_types(*_adapt_literal(node, arguments), node)
     if operator in _COMPARE:
         return _COMPARE[operator](left, right)
     if not (_is_number(left.type) or pa.types.is_null(left.type)):
@@ -199,7 +202,7 @@ def _apply(node: Call, arguments: list[Any]) -> Any:
     return _divide(operator, left, right, node)
 
 
-def _truth(value: Any, node: Call) -> Any:
+def _as_boolean(value: Any, node: Call) -> Any:
     if pa.types.is_null(value.type):
         return value.cast(pa.bool_())
     if not pa.types.is_boolean(value.type):
@@ -234,55 +237,55 @@ def _literal(node: Literal) -> Any:
     if isinstance(value, Decimal):
         return pa.scalar(float(value), pa.float64())
     if isinstance(value, int):
-        for kind in (pa.int64(), pa.uint64()):
+        for data_type in (pa.int64(), pa.uint64()):
             try:
-                return pa.scalar(value, kind)
+                return pa.scalar(value, data_type)
             except (OverflowError, pa.ArrowInvalid):
                 continue
     raise CheckError(f"the number {value} is out of range", node.position)
 
 
-def _adapted(node: Call, arguments: list[Any]) -> tuple[Any, Any]:
-    """A literal takes the type of the column it meets: text beside a date is a date, 0.1 beside a decimal is exact."""
+def _adapt_literal(node: Call, arguments: list[Any]) -> tuple[Any, Any]:
+    """Both operands, a literal in the other's type: text beside a date is a date, 0.1 beside a decimal is exact."""
     left, right = arguments
     first, second = node.arguments
     if isinstance(second, Literal):
-        return left, _like(second, right, left.type)
+        return left, _literal_as(second, right, left.type)
     if isinstance(first, Literal):
-        return _like(first, left, right.type), right
+        return _literal_as(first, left, right.type), right
     return left, right
 
 
-def _like(literal: Literal, value: Any, kind: pa.DataType) -> Any:
+def _literal_as(literal: Literal, value: Any, data_type: pa.DataType) -> Any:
     given = literal.value
     if given is None:
-        return pa.scalar(None, kind)
+        return pa.scalar(None, data_type)
     try:
-        if isinstance(given, str) and (pa.types.is_temporal(kind) or pa.types.is_binary(kind)):
-            return pa.scalar(given).cast(kind)
+        if isinstance(given, str) and (pa.types.is_temporal(data_type) or pa.types.is_binary(data_type)):
+            return pa.scalar(given).cast(data_type)
         if isinstance(given, int | Decimal) and not isinstance(given, bool):
-            if pa.types.is_decimal(kind):
+            if pa.types.is_decimal(data_type):
                 return _decimal(Decimal(given))
-            if pa.types.is_uint64(kind) and isinstance(given, int) and given >= 0:
-                return pa.scalar(given, kind)
+            if pa.types.is_uint64(data_type) and isinstance(given, int) and given >= 0:
+                return pa.scalar(given, data_type)
     except (pa.ArrowInvalid, ValueError) as error:
-        raise CheckError(f"{given!r} is not a value of {kind} ({error})", literal.position) from None
+        raise CheckError(f"{given!r} is not a value of {data_type} ({error})", literal.position) from None
     return value
 
 
 def _decimal(value: Decimal) -> Any:
-    """With just the digits it has: the more a literal claims, the sooner a product is too wide for its type."""
+    """The decimal scalar with no more digits than it needs: with more, a product is sooner too wide for its type."""
     _, digits, exponent = value.as_tuple()
-    places = int(exponent)
-    scale = max(0, -places)
-    return pa.scalar(value, pa.decimal128(max(len(digits) + max(0, places), scale, 1), scale))
+    power = int(exponent)
+    scale = max(0, -power)
+    return pa.scalar(value, pa.decimal128(max(len(digits) + max(0, power), scale, 1), scale))
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
+def _is_number(data_type: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(data_type) or pa.types.is_floating(data_type) or pa.types.is_decimal(data_type))
 
 
-def _together(left: Any, right: Any, node: Call) -> tuple[Any, Any]:
+def _unify_types(left: Any, right: Any, node: Call) -> tuple[Any, Any]:
     """Both operands in types that Arrow combines without overflowing where the numbers themselves would not."""
     if pa.types.is_null(left.type):
         return left.cast(right.type), right

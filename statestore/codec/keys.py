@@ -6,9 +6,9 @@
                                   there is one NaN, after everything else
     bool                          one byte
     string, binary                00 becomes 00 FF, and 00 01 ends it, so that "a" comes before "a\\0" and "a\\0b";
-                                  as the last column of a key it stands as it is, without an end
+                                  the last column of a key is kept as it is, without a terminator
 
-The bytes of UTF-8 sort as the code points do. All of it is done on whole columns.
+The bytes of UTF-8 sort as the code points do. Everything is computed on whole columns.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class KeyCodec:
         return keys
 
     def decode(self, keys: pa.Array, skip_bytes: int = 0) -> list[pa.Array]:
-        """The key columns behind ``keys``, in the order of the schema; the first ``skip_bytes`` of each are skipped."""
+        """The key columns encoded in ``keys``, in the order of the schema; ``skip_bytes`` of each key are skipped."""
         offsets, data = offsets_of(keys), data_of(keys)
         if len(self._runs) == 1 and isinstance(self._runs[0], _FixedRun):
             return self._decode_fixed(self._runs[0], offsets, data, skip_bytes)
@@ -93,7 +93,7 @@ class KeyCodec:
     def check(self, keys: pa.Array, skip_bytes: int) -> None:
         """Raises ``CorruptData`` unless each key is what ``encode_columns`` makes of some row, byte for byte.
 
-        A look at lengths and ends; only columns whose bytes may be wrong by themselves are taken out and looked at.
+        Lengths and terminators are checked for all columns. Only columns for which some bytes are no value are decoded.
         """
         offsets, data = offsets_of(keys), data_of(keys)
         position, ends = offsets[:-1] + np.int32(skip_bytes), offsets[1:]
@@ -106,7 +106,7 @@ class KeyCodec:
                     raise self._corrupt("has a value that its column cannot have")
                 position = after
             elif run.last:
-                if pa.types.is_string(run.kind):
+                if pa.types.is_string(run.data_type):
                     self._text(run, pieces_at(data, position, ends))
                 position = ends
             else:
@@ -154,7 +154,7 @@ class KeyCodec:
     def prefix_range(
         self, values: Mapping[str, Any] | Sequence[Any], partial: bool = False
     ) -> tuple[bytes, bytes | None]:
-        """The range (begin included, end excluded) of all keys with these leading values; no end means to the last."""
+        """The range (begin included, end excluded) of all keys with these leading values; no end: to the last key."""
         begin = self.encode_prefix(values, partial)
         if len(values) == len(self.schema) and not partial:
             # A whole key: its own bytes may be the beginning of another key's, when the last column is a string.
@@ -162,7 +162,7 @@ class KeyCodec:
         return begin, bytes_after(begin)
 
     def _encode(self, columns: list[pa.Array]) -> pa.Array:
-        """Encodes the given leading columns; a string is closed unless it is the last column of the whole key."""
+        """Encodes the given leading columns; a string is terminated unless it is the last column of the whole key."""
         parts: list[Any] = []
         bytes_total = 0
         for run in self._runs:
@@ -206,7 +206,7 @@ class KeyCodec:
     def _expected_terminators(
         self, run: _TextColumn, data: NumpyArray, starts: NumpyArray, ends: NumpyArray
     ) -> NumpyArray:
-        """As ``_terminators``; where only fixed-width columns follow, it is known where they have to be."""
+        """The same as ``_terminators``; if only fixed-width columns follow, their widths give the offsets."""
         after = [following for following in self._runs if following.first > run.first]
         widths = [following.dtype.itemsize for following in after if isinstance(following, _FixedRun)]
         if len(widths) != len(after):
@@ -217,9 +217,9 @@ class KeyCodec:
         return terminators
 
     def _terminators(self, data: NumpyArray, starts: NumpyArray, ends: NumpyArray) -> NumpyArray:
-        """For each row, where the string that begins at ``starts`` ends.
+        """For each row, the offset at which the string that begins at ``starts`` ends.
 
-        Inside an escaped string each 00 is followed by FF, so the first 00 01 at or after its begin is its end.
+        Inside an escaped string each 00 is followed by FF, so the first 00 01 at or after its start is its terminator.
         """
         low, high = (int(starts[0]), int(ends[-1])) if len(starts) else (0, 0)
         region = data[low:high]
@@ -234,7 +234,7 @@ class KeyCodec:
         return candidates
 
     def _text(self, run: _TextColumn, pieces: pa.Array) -> pa.Array:
-        if pa.types.is_binary(run.kind):
+        if pa.types.is_binary(run.data_type):
             return pieces
         try:
             return as_string(pieces)
@@ -290,7 +290,7 @@ class KeyCodec:
 
 
 def table_prefix(table_id: int) -> bytes:
-    """How all keys of a table begin in the one ordered map that holds the keys of all tables."""
+    """The bytes with which all keys of a table begin, in the one ordered map that holds the keys of all tables."""
     return b"t" + _TABLE_ID.pack(table_id)
 
 
@@ -303,27 +303,27 @@ def bytes_after(prefix: bytes) -> bytes | None:
 class _TextColumn:
     """One string or binary column of a key."""
 
-    def __init__(self, first: int, kind: pa.DataType, last: bool) -> None:
-        self.first, self.count, self.kind, self.last = first, 1, kind, last
+    def __init__(self, first: int, data_type: pa.DataType, last: bool) -> None:
+        self.first, self.count, self.data_type, self.last = first, 1, data_type, last
 
 
 class _FixedRun:
     """Neighbouring fixed-width columns of a key: one packed big-endian record for each row."""
 
-    def __init__(self, first: int, kinds: list[pa.DataType]) -> None:
-        self.first, self.count, self.kinds = first, len(kinds), kinds
+    def __init__(self, first: int, data_types: list[pa.DataType]) -> None:
+        self.first, self.count, self.data_types = first, len(data_types), data_types
         parts: list[tuple[str, str]] = []
-        for index, kind in enumerate(kinds):
-            if pa.types.is_decimal128(kind):
+        for index, data_type in enumerate(data_types):
+            if pa.types.is_decimal128(data_type):
                 parts += [(f"high{index}", ">u8"), (f"low{index}", ">u8")]
             else:
-                parts.append((f"{index}", f">u{storage_dtype(kind).itemsize}"))
+                parts.append((f"{index}", f">u{storage_dtype(data_type).itemsize}"))
         self.dtype = np.dtype(parts)
 
     def encode(self, columns: list[pa.Array]) -> NumpyArray:
-        """Records of the leading columns given; a bound of a scan may have fewer than the run."""
+        """The records of the given leading columns; the bound of a scan may have fewer columns than the run."""
         width = self.count if len(columns) == self.count else len(columns)
-        run = self if width == self.count else _FixedRun(self.first, self.kinds[:width])
+        run = self if width == self.count else _FixedRun(self.first, self.data_types[:width])
         records = np.empty(len(columns[0]), run.dtype)
         for index, column in enumerate(columns):
             values = to_numpy(column)
@@ -336,8 +336,10 @@ class _FixedRun:
 
     @property
     def may_be_wrong(self) -> bool:
-        """Whether there are bytes that are no value of one of the columns, or another form of one."""
-        return any(not (pa.types.is_integer(kind) or pa.types.is_temporal(kind)) for kind in self.kinds)
+        """True if some bytes are no value of a column, or a second encoding of the same value."""
+        return any(
+            not (pa.types.is_integer(data_type) or pa.types.is_temporal(data_type)) for data_type in self.data_types
+        )
 
     def is_canonical(self, records: NumpyArray) -> bool:
         columns = self.decode(records)
@@ -346,16 +348,16 @@ class _FixedRun:
 
     def decode(self, records: NumpyArray) -> list[pa.Array]:
         columns = []
-        for index, kind in enumerate(self.kinds):
-            dtype = storage_dtype(kind)
-            if pa.types.is_decimal128(kind):
+        for index, data_type in enumerate(self.data_types):
+            dtype = storage_dtype(data_type)
+            if pa.types.is_decimal128(data_type):
                 values = np.empty(len(records), dtype)
                 values["high"] = records[f"high{index}"] ^ np.uint64(1 << 63)
                 values["low"] = records[f"low{index}"]
             else:
                 unsigned = records[f"{index}"].astype(f"<u{dtype.itemsize}")
                 values = _from_ordered(unsigned, dtype)
-            columns.append(from_numpy(values, kind))
+            columns.append(from_numpy(values, data_type))
         return columns
 
 
@@ -387,7 +389,7 @@ def _to_ordered(values: NumpyArray) -> NumpyArray:
         return bits
     if values.dtype.kind == "i":
         return np.asarray(bits ^ _sign_bit(size))
-    with np.errstate(invalid="ignore"):  # A signalling NaN, which only bytes of others can hold, is a NaN.
+    with np.errstate(invalid="ignore"):  # Bytes from elsewhere may hold a signalling NaN.
         canonical = values + values.dtype.type(0)  # -0.0 + 0.0 is 0.0
     canonical[np.isnan(canonical)] = np.nan
     bits = canonical.view(f"<u{size}")
@@ -421,7 +423,7 @@ def _unescape(array: pa.Array) -> pa.Array:
 
 
 def _bytes_in(parts: list[Any]) -> int:
-    """Bytes of the last part, with its terminator if it has one."""
+    """The bytes of the last part, with its terminator if it has one."""
     if isinstance(parts[-1], pa.Scalar):
         return _bytes_in(parts[:-1]) + 2 * len(parts[-2])
     offsets = offsets_of(parts[-1])

@@ -1,8 +1,8 @@
 """What a sorted table and a queue look like, and how rows are brought into that shape.
 
 A schema is written down as readable JSON (``to_json``), so that what the store holds can be understood without this
-code. ``conform`` is the one gate between a caller's rows and the codecs: behind it the columns are complete, in order,
-in one piece each and of exactly the declared types.
+code. Every row of a caller passes through ``conform`` before it reaches the codecs: after it the columns are complete,
+in order, one contiguous array each, and of exactly the declared types.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from shuffle.limits import NAME_BYTES_MAX
 from shuffle.statestore.codec.column_types import decodes_exactly, nested_types, plain_type, widens
 
 COLUMNS_MAX = 1_000
-"""Columns of one table or queue. Every row pays for its columns; wider things are better kept as one binary value."""
+"""The most columns that one table or queue may have. Every row pays for each column; wider data is better kept as one
+binary value."""
 
 PARTITIONS_MAX = 10_000
-"""Partitions of one queue: each has its own open segment, and file descriptors are finite."""
+"""The most partitions that one queue may have: each has its own open segment, and file descriptors are limited."""
 
 CONSTRAINTS_MAX = 100
-"""Constraints of one table: each is evaluated on every written batch."""
+"""The most constraints that one table may have: each is evaluated on every written batch."""
 
 _TYPE_BY_NAME: dict[str, pa.DataType] = {
-    str(kind): kind
-    for kind in (
+    str(data_type): data_type
+    for data_type in (
         *(pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
         *(pa.float16(), pa.float32(), pa.float64(), pa.bool_(), pa.date32(), pa.date64(), pa.null()),
         *(pa.string(), pa.binary(), pa.large_string(), pa.large_binary()),
@@ -56,11 +57,11 @@ class TableSchema:
     constraints: Mapping[str, str] = field(default_factory=dict, hash=False)
     """The CHECK constraints, by name."""
     table_id: int = 0
-    """The number that the store has given it; a table that is dropped and created anew has another one."""
+    """The id that the store has given to the table; a table that is dropped and created anew has another one."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", _normalised(self.key))
-        object.__setattr__(self, "value", _normalised(self.value))
+        object.__setattr__(self, "key", _normalise(self.key))
+        object.__setattr__(self, "value", _normalise(self.value))
         object.__setattr__(self, "constraints", dict(self.constraints))
 
     @cached_property
@@ -138,11 +139,11 @@ class QueueSchema:
     name: str
     """The name of the queue."""
     schema: pa.Schema
-    """The columns of its rows."""
+    """The columns of the queue's rows."""
     partitions: int
-    """How many partitions it has."""
+    """The number of partitions of the queue."""
     queue_id: int = 0
-    """The number that the store has given it; a queue that is dropped and created anew has another one."""
+    """The id that the store has given to the queue; a queue that is dropped and created anew has another one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schema", self.schema.remove_metadata())
@@ -198,14 +199,14 @@ class QueueSchema:
 
 
 def conform(
-    rows: pa.Table | pa.RecordBatch, wanted: pa.Schema, table: str, not_null: Iterable[str] = ()
+    rows: pa.Table | pa.RecordBatch, expected: pa.Schema, table: str, not_null: Iterable[str] = ()
 ) -> pa.RecordBatch:
-    """``rows`` as one batch of exactly the schema ``wanted``, or an error naming the table, the column and the row."""
-    return pa.RecordBatch.from_arrays(conform_columns(rows, wanted, table, not_null), schema=wanted)
+    """``rows`` as one batch of exactly the schema ``expected``, or an error naming the table, column and row."""
+    return pa.RecordBatch.from_arrays(conform_columns(rows, expected, table, not_null), schema=expected)
 
 
 def conform_columns(
-    rows: pa.Table | pa.RecordBatch, wanted: pa.Schema, table: str, not_null: Iterable[str] = ()
+    rows: pa.Table | pa.RecordBatch, expected: pa.Schema, table: str, not_null: Iterable[str] = ()
 ) -> list[pa.Array]:
     """The columns of ``conform``.
 
@@ -214,16 +215,16 @@ def conform_columns(
     """
     if not isinstance(rows, pa.Table | pa.RecordBatch):
         raise BadInput(f"table {table!r}: rows must be an Arrow table or record batch, not {type(rows).__name__}")
-    if isinstance(rows, pa.RecordBatch) and rows.schema.equals(wanted):
+    if isinstance(rows, pa.RecordBatch) and rows.schema.equals(expected):
         arrays = rows.columns
         if not any(array.null_count for array in arrays):
             return arrays  # type: ignore[no-any-return]
     names = rows.schema.names
-    if names != wanted.names:
-        _check_names(names, wanted.names, table)
+    if names != expected.names:
+        _check_names(names, expected.names, table)
     required = set(not_null)
     arrays = []
-    for column in wanted:
+    for column in expected:
         array = conform_column(rows.column(column.name), column, table)
         if array.null_count:
             if column.name in required:
@@ -240,38 +241,38 @@ def conform_columns(
     return arrays
 
 
-def conform_column(column: pa.Array | pa.ChunkedArray, wanted: pa.Field, table: str) -> pa.Array:
-    """One column as one array of the wanted type."""
+def conform_column(column: pa.Array | pa.ChunkedArray, expected: pa.Field, table: str) -> pa.Array:
+    """One column as one array of the expected type."""
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
         if isinstance(column, pa.ChunkedArray):
             raise TooLarge(
-                f"table {table!r}, column {wanted.name!r}: more than 2 GiB in one batch; write it in smaller ones",
+                f"table {table!r}, column {expected.name!r}: more than 2 GiB in one batch; write it in smaller ones",
                 table=table,
-                column=wanted.name,
+                column=expected.name,
             )
-    if column.type == wanted.type:
+    if column.type == expected.type:
         return column
     if pa.types.is_null(column.type):
-        return pa.nulls(len(column), wanted.type)
-    if pa.types.is_dictionary(column.type) and decodes_exactly(column.type, wanted.type):
+        return pa.nulls(len(column), expected.type)
+    if pa.types.is_dictionary(column.type) and decodes_exactly(column.type, expected.type):
         column = column.dictionary_decode()
-    if not widens(column.type, wanted.type):
+    if not widens(column.type, expected.type):
         raise SchemaMismatch(
-            f"table {table!r}, column {wanted.name!r}: {column.type} was given where {wanted.type} is declared",
+            f"table {table!r}, column {expected.name!r}: {column.type} was given where {expected.type} is declared",
             table=table,
-            column=wanted.name,
+            column=expected.name,
             given=str(column.type),
-            declared=str(wanted.type),
+            declared=str(expected.type),
         )
     try:
-        return column.cast(wanted.type)
+        return column.cast(expected.type)
     except pa.ArrowInvalid as error:
-        row = _first_uncastable(column, wanted.type)
+        row = _first_uncastable(column, expected.type)
         raise SchemaMismatch(
-            f"table {table!r}, column {wanted.name!r}, row {row}: does not fit {wanted.type} ({error})",
+            f"table {table!r}, column {expected.name!r}, row {row}: does not fit {expected.type} ({error})",
             table=table,
-            column=wanted.name,
+            column=expected.name,
             row=row,
         ) from None
 
@@ -290,32 +291,32 @@ def null_key(array: pa.Array, column: str, table: str) -> NullKey:
     )
 
 
-def _first_uncastable(column: pa.Array, wanted: pa.DataType) -> int:
+def _first_uncastable(column: pa.Array, target: pa.DataType) -> int:
     """The first row that a cast refuses, by halving: a cast of a slice fails exactly if the row is in it."""
     low, high = 0, len(column) - 1
     while low < high:
         middle = (low + high) // 2
         try:
-            column.slice(low, middle - low + 1).cast(wanted)
+            column.slice(low, middle - low + 1).cast(target)
             low = middle + 1
         except pa.ArrowInvalid:
             high = middle
     return low
 
 
-def _check_names(given: list[str], wanted: list[str], table: str) -> None:
+def _check_names(given: list[str], expected: list[str], table: str) -> None:
     seen: set[str] = set()
     for name in given:
         if name in seen:
             raise SchemaMismatch(f"table {table!r}: the column {name!r} was given twice", table=table, column=name)
         seen.add(name)
-    for name in wanted:
+    for name in expected:
         if name not in seen:
             raise SchemaMismatch(f"table {table!r}: the column {name!r} is missing", table=table, column=name)
     for name in given:
-        if name not in wanted:
+        if name not in expected:
             raise SchemaMismatch(
-                f"table {table!r}: there is no column {name!r} here; expected are {', '.join(wanted)}",
+                f"table {table!r}: there is no column {name!r} here; expected are {', '.join(expected)}",
                 table=table,
                 column=name,
             )
@@ -347,17 +348,17 @@ def _check_columns(kind: str, name: str, columns: list[str]) -> None:
         seen.add(column)
 
 
-def _fits_queue(kind: pa.DataType) -> bool:
+def _fits_queue(data_type: pa.DataType) -> bool:
     return not (
-        pa.types.is_dictionary(kind)
-        or pa.types.is_union(kind)
-        or pa.types.is_run_end_encoded(kind)
-        or isinstance(kind, pa.BaseExtensionType)
+        pa.types.is_dictionary(data_type)
+        or pa.types.is_union(data_type)
+        or pa.types.is_run_end_encoded(data_type)
+        or isinstance(data_type, pa.BaseExtensionType)
     )
 
 
-def _normalised(schema: pa.Schema) -> pa.Schema:
-    """Without metadata, and with one type for each kind of text and bytes."""
+def _normalise(schema: pa.Schema) -> pa.Schema:
+    """The schema without metadata, with ``string`` for all string types and ``binary`` for all binary types."""
     return pa.schema([pa.field(c.name, plain_type(c.type) or c.type, c.nullable) for c in schema])
 
 
@@ -368,7 +369,7 @@ def _fields_to_json(schema: pa.Schema) -> list[dict[str, Any]]:
         if not column.nullable:
             described["nullable"] = False
         if _parse_type(str(column.type)) != column.type:
-            # Nested types are shown by name for the reader's sake, and kept exactly in Arrow's own form.
+            # The name of a nested type is for people who read the JSON; Arrow's own serialisation keeps it exactly.
             described["arrow"] = base64.b64encode(pa.schema([column]).serialize().to_pybytes()).decode()
         columns.append(described)
     return columns
@@ -380,18 +381,18 @@ def _fields_from_json(columns: list[dict[str, Any]]) -> pa.Schema:
         if "arrow" in column:
             fields.append(pa.ipc.read_schema(pa.py_buffer(base64.b64decode(column["arrow"]))).field(0))
             continue
-        kind = _parse_type(column["type"])
-        if kind is None:
+        data_type = _parse_type(column["type"])
+        if data_type is None:
             raise ValueError(f"column {column['name']!r} has the unknown type {column['type']!r}")
-        fields.append(pa.field(column["name"], kind, column.get("nullable", True)))
+        fields.append(pa.field(column["name"], data_type, column.get("nullable", True)))
     return pa.schema(fields)
 
 
 def _parse_type(text: str) -> pa.DataType | None:
     if text in _TYPE_BY_NAME:
         return _TYPE_BY_NAME[text]
-    if found := _TIMESTAMP.fullmatch(text):
-        return pa.timestamp(found[1], found[2])
-    if found := _DECIMAL.fullmatch(text):
-        return pa.decimal128(int(found[1]), int(found[2]))
+    if match := _TIMESTAMP.fullmatch(text):
+        return pa.timestamp(match[1], match[2])
+    if match := _DECIMAL.fullmatch(text):
+        return pa.decimal128(int(match[1]), int(match[2]))
     return None

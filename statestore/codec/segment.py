@@ -6,8 +6,8 @@ A segment is a header and a run of records, written front to back and never chan
     record   4 B magic · 4 B payload length · 8 B first row, counted from the segment's start · 4 B rows ·
              4 B zero · 8 B checksum · the payload: one Arrow IPC record-batch message, a multiple of 8
 
-The checksum (xxh3, 64 bits) covers the numbers before it and the payload. A reader on another machine gets records as
-they stand in the file, so it checks the very bytes that the writer wrote.
+The checksum (xxh3, 64 bits) covers the numbers before it and the payload. A reader on another machine gets records
+exactly as they are in the file, so it checks the same bytes that the writer wrote.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _RECORD_HEAD = struct.Struct("<4sIQII")
 RECORD_HEAD_BYTES = _RECORD_HEAD.size + 8
 
 _MESSAGE_HEAD_BYTES = 8
-"""Of an Arrow IPC message: FFFFFFFF, and the length of the metadata."""
+"""The bytes in front of the metadata of an Arrow IPC message: FFFFFFFF, and the length of the metadata."""
 _HEADER_OF_MESSAGE, _COMPRESSION = 2, 3
-"""The places of these fields in the tables ``Message`` and ``RecordBatch`` of Arrow's ``Message.fbs``."""
+"""The numbers of these fields in the tables ``Message`` and ``RecordBatch`` of Arrow's ``Message.fbs``."""
 _U16, _U32, _I32 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<i")
 
 
-def _padded(size: int) -> int:
+def _pad_to_8(size: int) -> int:
     return (size + 7) & ~7
 
 
 def encode_file_header(schema: pa.Schema) -> bytes:
     text: bytes = schema.serialize().to_pybytes()
     head = _FILE_HEAD.pack(_FILE_MAGIC, FORMAT, len(text))
-    return (head + text).ljust(_padded(len(head) + len(text)), b"\0")
+    return (head + text).ljust(_pad_to_8(len(head) + len(text)), b"\0")
 
 
 def file_header_bytes(data: memoryview, file: str) -> int:
@@ -57,7 +57,7 @@ def file_header_bytes(data: memoryview, file: str) -> int:
         raise CorruptData(f"{file}: not a segment file", file=file, offset=0)
     if version > FORMAT:
         raise FormatTooNew(f"{file}: segment format {version}, this version reads up to {FORMAT}", file=file)
-    return _padded(_FILE_HEAD.size + schema_bytes)
+    return _pad_to_8(_FILE_HEAD.size + schema_bytes)
 
 
 def encode_record(first_row: int, rows: int, payload: pa.Buffer) -> list[bytes | memoryview]:
@@ -113,7 +113,7 @@ def split_records(data: pa.Buffer, file: str, offset: int) -> list[pa.Buffer]:
 
 
 def decode_batch(record: pa.Buffer, schema: pa.Schema, file: str, offset: int) -> tuple[RecordHead, pa.RecordBatch]:
-    """The rows of one record, its checksum found right, and without a copy. ``file`` and ``offset`` say where it is."""
+    """The rows of one record, without a copy, its checksum verified; ``file`` and ``offset`` are for errors."""
     data = memoryview(record)
     try:
         head = decode_head(data, 0, file)
@@ -135,7 +135,7 @@ def decode_records(
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """The rows of neighbouring records, each record with the position of its first row.
 
-    Each is checked and decoded when it is asked for: whoever needs no more of them does not pay for the rest.
+    Each is checked and decoded when the iterator reaches it, so a caller that stops early does not pay for the rest.
     ``segment_begin`` is the position of the segment's row 0, from which records count their rows.
     """
     for record in records:
@@ -145,21 +145,21 @@ def decode_records(
 
 
 def decode_payload(payload: pa.Buffer | pa.ipc.Message, schema: pa.Schema) -> pa.RecordBatch:
-    """The rows of a payload that is known to be sound: the store has taken it in, and its checksum is right."""
+    """The rows of a payload that is known to be valid: the store has accepted it, and its checksum was verified."""
     try:
         return pa.ipc.read_record_batch(payload, schema)
     except (pa.ArrowException, OSError, EOFError) as error:
         raise SchemaMismatch(f"not a record batch of the queue's schema: {error}") from None
 
 
-def checked_rows(payload: pa.Buffer, schema: pa.Schema, not_null: Sequence[int]) -> int:
-    """How many rows a payload from outside has, once all of it was found to be sound; ``BadInput`` if it is not.
+def validate_payload(payload: pa.Buffer, schema: pa.Schema, not_null: Sequence[int]) -> int:
+    """Validates a payload from a client and returns its number of rows; raises ``BadInput`` if it is not valid.
 
     ``not_null`` are the columns of the schema that must have no nulls.
 
-    From here on it is trusted by everybody who reads it. Arrow does not look at what offsets say before it uses them: a
-    batch with offsets beyond their buffer ends the process that touches it, at every start again. Nor may it be
-    compressed, as nothing of ours ever is: a few bytes could become gigabytes before anybody sees how many.
+    Every later reader trusts the payload. Arrow does not check offsets before it uses them: a batch with offsets beyond
+    their buffer crashes each process that reads it, and again after each restart. Compressed payloads are refused, as
+    no client of this project compresses: a few bytes could become gigabytes before their size is known.
     """
     if payload.size > BATCH_BYTES_MAX:
         raise TooLarge(f"a batch of {payload.size} bytes, more than {BATCH_BYTES_MAX}", limit=BATCH_BYTES_MAX)
@@ -185,10 +185,10 @@ def checked_rows(payload: pa.Buffer, schema: pa.Schema, not_null: Sequence[int])
 
 
 def _is_compressed(metadata: memoryview) -> bool:
-    """Whether the field ``compression`` of a record batch's header is there. Arrow itself only tells by unpacking it.
+    """Says whether a record batch's header has the field ``compression``. Arrow itself only tells after unpacking.
 
-    The metadata is a flatbuffer, which Arrow has verified: at its begin is where the root table is; a table begins with
-    the distance back to its list of fields, and that says where in the table each field is, or 0.
+    The metadata is a flatbuffer, which Arrow has verified. It begins with the offset of the root table; a table begins
+    with the distance back to its list of fields, which has the offset of each field in the table, or 0.
     """
     message = _U32.unpack_from(metadata, 0)[0]
     header = _field_at(metadata, message, _HEADER_OF_MESSAGE)
@@ -196,7 +196,7 @@ def _is_compressed(metadata: memoryview) -> bool:
 
 
 def _field_at(metadata: memoryview, table: int, field: int) -> int:
-    """Where a field of a table is; 0 if it is not there."""
+    """The offset of a field of a table; 0 if the table does not have it."""
     fields = table - _I32.unpack_from(metadata, table)[0]
     entry = 4 + 2 * field
     if fields < 0 or entry >= _U16.unpack_from(metadata, fields)[0]:
@@ -206,7 +206,7 @@ def _field_at(metadata: memoryview, table: int, field: int) -> int:
 
 
 class RecordIndex:
-    """Where each record of one segment begins, by row and by byte."""
+    """The first row and the offset of each record of one segment."""
 
     __slots__ = ("_first_rows", "_offsets", "size_bytes")
 
@@ -235,9 +235,9 @@ class RecordIndex:
 
     @staticmethod
     def load(data: memoryview, committed_bytes: int, file: str) -> RecordIndex:
-        """Built by walking the records of a file up to what was committed; what lies behind is not looked at.
+        """Builds the index from the records of a file up to ``committed_bytes``; bytes after that are not read.
 
-        Records count their rows from the segment's start, so that none can be left out unnoticed.
+        Records count their rows from the segment's start, so a missing record is noticed.
         """
         if len(data) < committed_bytes:
             raise CorruptData(

@@ -1,7 +1,8 @@
-"""A few rows as bytes: what ``keys`` and ``values`` make of whole columns, made value by value.
+"""The codec for small batches: the same bytes as ``keys`` and ``values`` make of whole columns, made value by value.
 
-Whole columns cost a microsecond or so for each step, however few rows there are, and an array to hold the result five
-more. A transaction of one row is that alone. So up to ``FEW_ROWS`` rows go this way, and give the very same bytes.
+Each step over whole columns costs about a microsecond, however few rows there are, and the array that holds the result
+costs five more. In a transaction of one row these fixed costs are nearly all of the cost. So batches of up to
+``SMALL_BATCH_ROWS_MAX`` rows are encoded here.
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ from shuffle.statestore.codec.arrow_bytes import storage_dtype
 from shuffle.statestore.codec.column_types import is_text_or_bytes
 from shuffle.statestore.codec.values import never_null
 
-FEW_ROWS = 16
-"""Up to here a loop over the rows is not slower than the whole columns."""
+SMALL_BATCH_ROWS_MAX = 16
+"""The most rows of a small batch. Up to this number a loop over the rows is not slower than the kernels for columns."""
 
 _ZERO, _ESCAPED, _END = b"\x00", b"\x00\xff", b"\x00\x01"
 
-Ordered = Callable[[bytes], bytes]
-"""From the little-endian bytes of a value to bytes that sort as the values do."""
+ToOrdered = Callable[[bytes], bytes]
+"""A function that turns the little-endian bytes of a value into bytes that sort as the values do."""
 
-Look = Callable[[bytes], bool]
-"""Whether bytes are those of a value."""
+IsValid = Callable[[bytes], bool]
+"""A function that says whether bytes are the encoding of some value of its column."""
 
 
 class SmallKeyCodec:
-    """The keys of a few rows of one table."""
+    """Encodes and checks the keys of small batches of one table."""
 
     def __init__(self, schema: pa.Schema) -> None:
         last = len(schema) - 1
         self._parts = [_key_part(field.type, index == last) for index, field in enumerate(schema)]
-        forms = [_key_form(field.type, index == last) for index, field in enumerate(schema)]
-        self._form = re.compile(b"".join(form for form, _ in forms), re.DOTALL)
-        self._looks = [look for _, look in forms if look is not None]
-        """At each part that the form has put into brackets: whether it is right by itself."""
-        self._any_form = len(schema) == 1 and is_text_or_bytes(schema.field(0).type)
-        """All that follows the prefix is the one column, so that there is no form to look for."""
-        self._any_ascii = all(look in (_is_text, _is_escaped_text) for look in self._looks)
-        """A key of the right form is right if it is ASCII, as that is text, whatever parts of it are looked at."""
+        patterns = [_key_pattern(field.type, index == last) for index, field in enumerate(schema)]
+        self._pattern = re.compile(b"".join(pattern for pattern, _ in patterns), re.DOTALL)
+        self._checks = [is_valid for _, is_valid in patterns if is_valid is not None]
+        """One check for each group of the pattern: whether the bytes in that group are a value of their column."""
+        self._single_text_column = len(schema) == 1 and is_text_or_bytes(schema.field(0).type)
+        """True if the only key column is text or bytes: it is all that follows the prefix, so any bytes match."""
+        self._ascii_is_valid = all(is_valid in (_is_text, _is_escaped_text) for is_valid in self._checks)
+        """True if every check is one for text: a key that matches the pattern and is ASCII then needs none of them."""
 
     def encode(self, columns: Sequence[pa.Array], prefix: bytes) -> list[bytes]:
         """``columns`` are exactly those of the schema, without nulls."""
@@ -54,27 +55,27 @@ class SmallKeyCodec:
             keys = [key + piece for key, piece in zip(keys, part(column), strict=True)]
         return keys
 
-    def are_right(self, keys: Sequence[bytes], skip_bytes: int) -> bool:
-        """Whether each key is what ``encode`` makes of some row, byte for byte."""
-        any_form, any_ascii = self._any_form, self._any_ascii
-        matches, looks = self._form.fullmatch, self._looks
+    def are_valid(self, keys: Sequence[bytes], skip_bytes: int) -> bool:
+        """Says whether each key is what ``encode`` makes of some row, byte for byte."""
+        single_text_column, ascii_is_valid = self._single_text_column, self._ascii_is_valid
+        fullmatch, checks = self._pattern.fullmatch, self._checks
         for key in keys:
-            is_text = any_ascii and key.isascii()
-            if is_text and any_form:
+            is_text = ascii_is_valid and key.isascii()
+            if is_text and single_text_column:
                 continue
-            found = matches(key, skip_bytes)
-            if found is None:
+            match = fullmatch(key, skip_bytes)
+            if match is None:
                 return False
             if is_text:
                 continue
-            for look, part in zip(looks, found.groups(), strict=True):
-                if not look(part):
+            for is_valid, part in zip(checks, match.groups(), strict=True):
+                if not is_valid(part):
                     return False
         return True
 
 
 class SmallValueCodec:
-    """The values of a few rows of one table."""
+    """Encodes and checks the values of small batches of one table."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._columns = len(schema)
@@ -87,41 +88,45 @@ class SmallValueCodec:
         ]
         self._never_null = int.from_bytes(never_null(schema).tobytes(), "little")
         at = self._null_bytes
-        self._places: list[tuple[int, slice, Look | None]] = []
-        """Where the fixed part of each column is, and how to see whether it is right."""
-        for index, _, nothing in self._fixed:
-            self._places.append((index, slice(at, at + len(nothing)), _value_look(schema.field(index).type)))
-            at += len(nothing)
-        self._places += [(index, slice(at + 4 * n, at + 4 * n + 4), None) for n, index in enumerate(self._text)]
-        self._looked_at = [(place, look) for _, place, look in self._places if look is not None]
+        self._fixed_slices: list[tuple[int, slice, IsValid | None]] = []
+        """For each column: its index, the slice of its fixed-width part, and the check of these bytes, if any."""
+        for index, _, zeros in self._fixed:
+            self._fixed_slices.append((index, slice(at, at + len(zeros)), _value_check(schema.field(index).type)))
+            at += len(zeros)
+        self._fixed_slices += [(index, slice(at + 4 * n, at + 4 * n + 4), None) for n, index in enumerate(self._text)]
+        self._checked_slices = [
+            (column_slice, is_valid) for _, column_slice, is_valid in self._fixed_slices if is_valid is not None
+        ]
         self._lengths, self._lengths_at = struct.Struct(f"<{len(self._text)}I"), at
         self._text_at = at + 4 * len(self._text)
         self._strings = [pa.types.is_string(schema.field(index).type) for index in self._text]
-        self._any_bytes = not self._text and not self._looked_at
-        """Nothing but numbers of which all bytes are one: without nulls, a value is right if it has their length."""
+        self._all_bytes_valid = not self._text and not self._checked_slices
+        """True if any bytes are a value of each column: without nulls, only the length has to be right then."""
         self._no_nulls = bytes(self._null_bytes)
 
-    def are_right(self, values: Sequence[bytes | None]) -> bool:
-        """Whether each value is what ``encode`` makes of some row; None is no row, and right."""
-        any_bytes, size_bytes, no_nulls = self._any_bytes, self._text_at, self._no_nulls
+    def are_valid(self, values: Sequence[bytes | None]) -> bool:
+        """Says whether each value is what ``encode`` makes of some row; None stands for a deleted row, and is valid."""
+        all_bytes_valid, size_bytes, no_nulls = self._all_bytes_valid, self._text_at, self._no_nulls
         for value in values:
-            if value is None or (any_bytes and len(value) == size_bytes and value.startswith(no_nulls)):
+            if value is None or (all_bytes_valid and len(value) == size_bytes and value.startswith(no_nulls)):
                 continue
-            if not self._is_right(value):
+            if not self._is_valid(value):
                 return False
         return True
 
-    def _is_right(self, value: bytes) -> bool:
+    def _is_valid(self, value: bytes) -> bool:
         if len(value) < self._text_at:
             return False
         nulls = int.from_bytes(value[: self._null_bytes], "little")
         if nulls and (
             nulls & self._never_null
-            or any(nulls >> index & 1 and value[place].strip(_ZERO) for index, place, _ in self._places)
+            or any(
+                nulls >> index & 1 and value[column_slice].strip(_ZERO) for index, column_slice, _ in self._fixed_slices
+            )
         ):
             return False
-        for place, look in self._looked_at:
-            if not look(value[place]):
+        for column_slice, is_valid in self._checked_slices:
+            if not is_valid(value[column_slice]):
                 return False
         begin = self._text_at
         for length, is_string in zip(self._lengths.unpack_from(value, self._lengths_at), self._strings, strict=True):
@@ -139,8 +144,8 @@ class SmallValueCodec:
         nulls = [0] * count
         if any(column.null_count for column in columns):
             nulls = self._nulls(columns, count)
-            fixed = [_blanked(f, nulls, i, nothing) for f, (i, _, nothing) in zip(fixed, self._fixed, strict=True)]
-            text = [_blanked(values, nulls, index, b"") for values, index in zip(text, self._text, strict=True)]
+            fixed = [_blank_nulls(f, nulls, i, zeros) for f, (i, _, zeros) in zip(fixed, self._fixed, strict=True)]
+            text = [_blank_nulls(values, nulls, index, b"") for values, index in zip(text, self._text, strict=True)]
         rows = []
         for row, null in enumerate(nulls):
             pieces = [null.to_bytes(self._null_bytes, "little"), *(column[row] for column in fixed)]
@@ -150,7 +155,7 @@ class SmallValueCodec:
         return rows
 
     def _nulls(self, columns: Sequence[pa.Array], count: int) -> list[int]:
-        """For each row a bit for each column, set where it is null."""
+        """The null bits of each row: one bit for each column, set where the value is null."""
         nulls = [0] * count
         for index, column in enumerate(columns):
             if column.null_count:
@@ -159,16 +164,16 @@ class SmallValueCodec:
         return nulls
 
 
-def _blanked(found: list[bytes], nulls: list[int], index: int, nothing: bytes) -> list[bytes]:
-    """What stands under a null is arbitrary in Arrow, and nothing here."""
-    return [nothing if null >> index & 1 else value for value, null in zip(found, nulls, strict=True)]
+def _blank_nulls(values: list[bytes], nulls: list[int], index: int, zeros: bytes) -> list[bytes]:
+    """The values of a column with ``zeros`` for each null: Arrow leaves arbitrary bytes there."""
+    return [zeros if null >> index & 1 else value for value, null in zip(values, nulls, strict=True)]
 
 
-def fixed_reader(kind: pa.DataType) -> Callable[[pa.Array], list[bytes]]:
-    """Gives the values of a fixed-width column as they lie in memory; bools as a byte each."""
-    if pa.types.is_boolean(kind):
+def fixed_reader(data_type: pa.DataType) -> Callable[[pa.Array], list[bytes]]:
+    """A function that returns the values of a fixed-width column as they lie in memory, and bools as one byte each."""
+    if pa.types.is_boolean(data_type):
         return lambda column: [b"\x01" if value else b"\x00" for value in column.to_pylist()]
-    width = _width(kind)
+    width = _width(data_type)
 
     def read(column: pa.Array) -> list[bytes]:
         begin, data = column.offset, memoryview(column.buffers()[1])
@@ -207,71 +212,71 @@ def _is_escaped_text(data: bytes) -> bool:
     return data.isascii() or _is_text(data.replace(_ESCAPED, _ZERO))
 
 
-def _value_look(kind: pa.DataType) -> Look | None:
-    """How to see whether the bytes of a fixed-width value are one; None where all are."""
-    if pa.types.is_boolean(kind):
+def _value_check(data_type: pa.DataType) -> IsValid | None:
+    """The check of the bytes of a fixed-width value; None where all bytes are a value."""
+    if pa.types.is_boolean(data_type):
         return lambda value: value <= b"\x01"
-    if pa.types.is_decimal128(kind):
-        bound = 10**kind.precision
+    if pa.types.is_decimal128(data_type):
+        bound = 10**data_type.precision
         return lambda value: -bound < int.from_bytes(value, "little", signed=True) < bound
     return None
 
 
-def _key_form(kind: pa.DataType, last: bool) -> tuple[bytes, Look | None]:
-    """The form of a column of a key, as a regular expression, and how to look at what is in its brackets."""
-    if is_text_or_bytes(kind):
-        form = b"(.*+)" if last else rb"((?:[^\x00]++|\x00\xff)*+)\x00\x01"
-        if pa.types.is_binary(kind):
-            return form.replace(b"(", b"(?:", 1), None
-        return form, _is_text if last else _is_escaped_text
-    if pa.types.is_boolean(kind):
+def _key_pattern(data_type: pa.DataType, last: bool) -> tuple[bytes, IsValid | None]:
+    """A regular expression for one column of a key, and the check for the group in it; None if it has no group."""
+    if is_text_or_bytes(data_type):
+        pattern = b"(.*+)" if last else rb"((?:[^\x00]++|\x00\xff)*+)\x00\x01"
+        if pa.types.is_binary(data_type):
+            return pattern.replace(b"(", b"(?:", 1), None
+        return pattern, _is_text if last else _is_escaped_text
+    if pa.types.is_boolean(data_type):
         return rb"[\x00\x01]", None
-    width = _width(kind)
+    width = _width(data_type)
     one = b".{%d}" % width
-    if pa.types.is_decimal128(kind):
-        bound, bias = 10**kind.precision, 1 << (8 * width - 1)
+    if pa.types.is_decimal128(data_type):
+        bound, bias = 10**data_type.precision, 1 << (8 * width - 1)
         return b"(" + one + b")", lambda part: -bound < int.from_bytes(part, "big") - bias < bound
-    if pa.types.is_floating(kind):
-        ordered, sign, mask = _ordered_float(width), 1 << (8 * width - 1), (1 << 8 * width) - 1
+    if pa.types.is_floating(data_type):
+        to_ordered, sign, mask = _float_to_ordered(width), 1 << (8 * width - 1), (1 << 8 * width) - 1
 
         def is_canonical(part: bytes) -> bool:
             bits = int.from_bytes(part, "big")
-            return ordered((bits ^ sign if bits & sign else ~bits & mask).to_bytes(width, "little")) == part
+            return to_ordered((bits ^ sign if bits & sign else ~bits & mask).to_bytes(width, "little")) == part
 
         return b"(" + one + b")", is_canonical
     return one, None
 
 
-def _width(kind: pa.DataType) -> int:
-    return int(storage_dtype(kind).itemsize)
+def _width(data_type: pa.DataType) -> int:
+    return int(storage_dtype(data_type).itemsize)
 
 
-def _key_part(kind: pa.DataType, last: bool) -> Callable[[pa.Array], list[bytes]]:
-    if is_text_or_bytes(kind):
+def _key_part(data_type: pa.DataType, last: bool) -> Callable[[pa.Array], list[bytes]]:
+    if is_text_or_bytes(data_type):
         if last:
             return texts_of
         return lambda column: [text.replace(_ZERO, _ESCAPED) + _END for text in texts_of(column)]
-    ordered, read = _ordered(kind), fixed_reader(kind)
-    return lambda column: [ordered(value) for value in read(column)]
+    to_ordered, read = _to_ordered(data_type), fixed_reader(data_type)
+    return lambda column: [to_ordered(value) for value in read(column)]
 
 
-def _ordered(kind: pa.DataType) -> Ordered:
-    if pa.types.is_floating(kind):
-        return _ordered_float(_width(kind))
-    if pa.types.is_boolean(kind) or pa.types.is_unsigned_integer(kind):
+def _to_ordered(data_type: pa.DataType) -> ToOrdered:
+    if pa.types.is_floating(data_type):
+        return _float_to_ordered(_width(data_type))
+    if pa.types.is_boolean(data_type) or pa.types.is_unsigned_integer(data_type):
         return lambda value: value[::-1]
-    width = _width(kind)
+    width = _width(data_type)
     bias = 1 << (8 * width - 1)
     return lambda value: (int.from_bytes(value, "little", signed=True) + bias).to_bytes(width, "big")
 
 
-def _ordered_float(width: int) -> Ordered:
-    form = struct.Struct("<f" if width == 4 else "<d")
+def _float_to_ordered(width: int) -> ToOrdered:
+    packer = struct.Struct("<f" if width == 4 else "<d")
     sign, mask = 1 << (8 * width - 1), (1 << 8 * width) - 1
-    nan = form.pack(math.nan)
+    nan = packer.pack(math.nan)
 
-    def ordered(value: bytes) -> bytes:
-        number: Any = form.unpack(value)[0]
+    def to_ordered(value: bytes) -> bytes:
+        number: Any = packer.unpack(value)[0]
         if number != number:
             value = nan
         elif number == 0:
@@ -279,4 +284,4 @@ def _ordered_float(width: int) -> Ordered:
         bits = int.from_bytes(value, "little")
         return (~bits & mask if bits & sign else bits | sign).to_bytes(width, "big")
 
-    return ordered
+    return to_ordered

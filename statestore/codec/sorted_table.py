@@ -13,14 +13,14 @@ from shuffle.statestore.codec.arrow_bytes import Binary, longest_of, to_array, w
 from shuffle.statestore.codec.constraints import TableConstraints
 from shuffle.statestore.codec.keys import KeyCodec, bytes_after, table_prefix
 from shuffle.statestore.codec.schema import TableSchema
-from shuffle.statestore.codec.small_batch import FEW_ROWS, SmallKeyCodec, SmallValueCodec
+from shuffle.statestore.codec.small_batch import SMALL_BATCH_ROWS_MAX, SmallKeyCodec, SmallValueCodec
 from shuffle.statestore.codec.values import RowCodec
 
 Bound = Mapping[str, Any] | Sequence[Any]
 
 
 class Table:
-    """The codecs of one table. Keys carry the table's prefix, so that tables lie apart in one ordered map."""
+    """The codecs of one table. Keys begin with the table's prefix, which keeps tables apart in one ordered map."""
 
     def __init__(self, schema: TableSchema) -> None:
         self.schema = schema
@@ -28,29 +28,29 @@ class Table:
         self._prefix = table_prefix(schema.table_id)
         self._keys = KeyCodec(schema.name, schema.key)
         self._values = RowCodec(schema.name, schema.value)
-        self._few_keys = SmallKeyCodec(schema.key)
-        self._few_values = SmallValueCodec(schema.value)
+        self._small_keys = SmallKeyCodec(schema.key)
+        self._small_values = SmallValueCodec(schema.value)
         self._constraints = TableConstraints(schema, self._values)
 
     def encode_keys(self, keys: pa.Table | pa.RecordBatch) -> tuple[pa.RecordBatch, Binary]:
         conformed = self.schema.conform_keys(keys)
-        return conformed, self._encoded_keys(conformed.columns)
+        return conformed, self._encode_key_columns(conformed.columns)
 
     def encode_rows(self, rows: pa.Table | pa.RecordBatch) -> tuple[Binary, Binary]:
         columns = self.schema.row_columns(rows)
         width = len(self.schema.key)
-        return self._encoded_keys(columns[:width]), self._encoded_values(columns[width:], rows.num_rows)
+        return self._encode_key_columns(columns[:width]), self._encode_value_columns(columns[width:], rows.num_rows)
 
-    def _encoded_keys(self, columns: list[pa.Array]) -> Binary:
-        if len(columns[0]) <= FEW_ROWS:
-            keys = self._few_keys.encode(columns, self._prefix)
+    def _encode_key_columns(self, columns: list[pa.Array]) -> Binary:
+        if len(columns[0]) <= SMALL_BATCH_ROWS_MAX:
+            keys = self._small_keys.encode(columns, self._prefix)
             if longest_of(keys) <= KEY_BYTES_MAX:
                 return keys
         return with_prefix(self._keys.encode_columns(columns), self._prefix)
 
-    def _encoded_values(self, columns: list[pa.Array], count: int) -> Binary:
-        if count <= FEW_ROWS:
-            values = self._few_values.encode(columns, count)
+    def _encode_value_columns(self, columns: list[pa.Array], count: int) -> Binary:
+        if count <= SMALL_BATCH_ROWS_MAX:
+            values = self._small_values.encode(columns, count)
             if longest_of(values) <= VALUE_BYTES_MAX:
                 return values
         return self._values.encode_columns(columns, count)
@@ -63,8 +63,8 @@ class Table:
         arrays = [*self._keys.decode(keys, skip_bytes=len(self._prefix)), *self._values.decode(values)]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema.row)
 
-    def found_rows(self, keys: pa.RecordBatch, values: Binary) -> pa.Table:
-        """The rows of a lookup: ``keys`` whose value is there, with it."""
+    def decode_lookup(self, keys: pa.RecordBatch, values: Binary) -> pa.Table:
+        """The rows of a lookup: each of ``keys`` that has a value, with that value; the others are left out."""
         values = to_array(values)
         if values.null_count:
             present = values.is_valid()
@@ -75,9 +75,9 @@ class Table:
     def range(
         self, begin: Bound | None, end: Bound | None, prefix: Bound | None, partial: bool = False
     ) -> tuple[bytes, bytes | None]:
-        """The encoded keys from which on and up to which a range goes: the fields of a ``KeyRange``.
+        """The encoded bounds of a range, begin and end: the fields of a ``KeyRange``.
 
-        ``begin`` (inclusive) and ``end`` (exclusive) are leading key values; ``prefix`` is both at once.
+        ``begin`` (inclusive) and ``end`` (exclusive) are leading key values; ``prefix`` stands for both.
         """
         if prefix is not None:
             if begin is not None or end is not None:

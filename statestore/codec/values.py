@@ -3,8 +3,8 @@
     [ one bit per column, set where it is null ] [ fixed-width columns ] [ u32 length of each string or binary column ]
     [ the bytes of each string and binary column, one after the other ]
 
-Everything is little-endian and packed. What stands under a null is zero, so that equal rows have equal bytes. A table
-without value columns has empty values. All of it is done on whole columns.
+Everything is little-endian and packed. The bytes of a null are zero, so that equal rows have equal bytes. A table
+without value columns has empty values. Everything is computed on whole columns.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shuffle.statestore.codec.column_types import is_text_or_bytes
 
 
 def never_null(schema: pa.Schema) -> NumpyArray:
-    """The bits of the nulls that are never set: of columns that are declared so, and of those that there are not."""
+    """A mask of the null bits that are never set: those of columns that are not nullable, and the unused ones."""
     may_be = sum(1 << index for index, field in enumerate(schema) if field.nullable)
     size_bytes = (len(schema) + 7) // 8
     return np.frombuffer((~may_be & ((1 << 8 * size_bytes) - 1)).to_bytes(size_bytes, "little"), np.uint8)
@@ -92,7 +92,7 @@ class RowCodec:
             columns[index] = from_numpy(records[str(index)], self.schema.field(index).type, validity)
         if self._text:
             for index, pieces in self._payloads(records, offsets, data, self._text):
-                columns[index] = self._finished(pieces, index, self._validity(records, index))
+                columns[index] = self._finish_text(pieces, index, self._validity(records, index))
         return columns
 
     def check(self, values: pa.Array) -> None:
@@ -105,19 +105,19 @@ class RowCodec:
         records = self._records(offsets, data)
         self._check_nulls(records)
         for index in self._fixed:
-            kind = self.schema.field(index).type
+            data_type = self.schema.field(index).type
             column = records[str(index)]
-            if pa.types.is_boolean(kind) and column.max(initial=0) > 1:
+            if pa.types.is_boolean(data_type) and column.max(initial=0) > 1:
                 raise self._corrupt(int(column.argmax()), f"is not a row: {self.schema.names[index]!r} is no bool")
-            if pa.types.is_decimal128(kind) and not fits_precision(from_numpy(column, kind)):
+            if pa.types.is_decimal128(data_type) and not fits_precision(from_numpy(column, data_type)):
                 raise self._corrupt(0, f"is not a row: {self.schema.names[index]!r} has too many digits")
         if self._text:
             strings = [index for index in self._text if pa.types.is_string(self.schema.field(index).type)]
             for index, pieces in self._payloads(records, offsets, data, strings):
-                self._finished(pieces, index, None)
+                self._finish_text(pieces, index, None)
 
     def _check_nulls(self, records: NumpyArray) -> None:
-        """Only columns that may be null are, there are no others, and nothing but zero stands under a null."""
+        """Checks that only nullable columns are null, that unused bits are not set, and that nulls have zero bytes."""
         nulls = records["nulls"]
         if not nulls.any():
             return
@@ -130,7 +130,7 @@ class RowCodec:
                 raise self._corrupt(0, f"has something under the null of {self.schema.names[index]!r}")
 
     def _records(self, offsets: NumpyArray, data: NumpyArray) -> NumpyArray:
-        """The fixed part of every value."""
+        """The fixed-width part of every value."""
         if equal_length(offsets, self._width):
             return data[offsets[0] : offsets[-1]].view(self._record)
         lengths = np.diff(offsets)
@@ -140,9 +140,9 @@ class RowCodec:
         return records_at(data, offsets[:-1], self._record)
 
     def _payloads(
-        self, records: NumpyArray, offsets: NumpyArray, data: NumpyArray, wanted: list[int]
+        self, records: NumpyArray, offsets: NumpyArray, data: NumpyArray, requested: list[int]
     ) -> list[tuple[int, pa.Array]]:
-        """The bytes of the wanted string and binary columns, nulls still as empty."""
+        """The bytes of the requested string and binary columns; a null is still an empty value."""
         lengths = [records[str(index)].astype(np.int64) for index in self._text]
         whole = np.diff(offsets) - self._width
         wrong = sum(lengths) != whole
@@ -153,14 +153,14 @@ class RowCodec:
         start = offsets[:-1] + np.int64(self._width)
         for index, length in zip(self._text, lengths, strict=True):
             end = start + length
-            if index in wanted:
+            if index in requested:
                 pieces.append((index, pieces_at(data, start, end)))
             start = end
         return pieces
 
-    def _finished(self, pieces: pa.Array, index: int, validity: pa.Buffer | None) -> pa.Array:
-        kind = self.schema.field(index).type
-        if pa.types.is_string(kind):
+    def _finish_text(self, pieces: pa.Array, index: int, validity: pa.Buffer | None) -> pa.Array:
+        data_type = self.schema.field(index).type
+        if pa.types.is_string(data_type):
             try:
                 pieces = as_string(pieces)
             except pa.ArrowInvalid:
@@ -172,7 +172,9 @@ class RowCodec:
         if validity is None:
             return pieces
         _, piece_offsets, piece_data = pieces.buffers()
-        return pa.Array.from_buffers(kind, len(pieces), [validity, piece_offsets, piece_data], offset=pieces.offset)
+        return pa.Array.from_buffers(
+            data_type, len(pieces), [validity, piece_offsets, piece_data], offset=pieces.offset
+        )
 
     def _validity(self, records: NumpyArray, index: int) -> pa.Buffer | None:
         return validity_of((records["nulls"][:, index // 8] & np.uint8(1 << index % 8)).astype(np.bool_))

@@ -1,4 +1,4 @@
-"""Which tables and queues there are. Ids are never used twice, so a stale id is unknown, not another table."""
+"""The tables and queues of a store. Ids are never reused, so a stale id is unknown and never means another table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shuffle.statestore.codec.constraints import TableConstraints
 from shuffle.statestore.codec.keys import KeyCodec, bytes_after, table_prefix
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.codec.segment import encode_file_header
-from shuffle.statestore.codec.small_batch import FEW_ROWS, SmallKeyCodec, SmallValueCodec
+from shuffle.statestore.codec.small_batch import SMALL_BATCH_ROWS_MAX, SmallKeyCodec, SmallValueCodec
 from shuffle.statestore.codec.values import RowCodec
 from shuffle.statestore.request import CatalogueChange, CreateQueue, CreateTable, Pairs, TableWrite
 
@@ -25,14 +25,14 @@ class TableEntry:
 
     schema: TableSchema
     prefix: bytes
-    """Of all its keys."""
+    """The bytes with which all keys of the table begin."""
     end: bytes
-    """The first key after them."""
+    """The first key after all keys of the table."""
     constraints: TableConstraints
     keys: KeyCodec
     codec: RowCodec
-    few_keys: SmallKeyCodec
-    few_values: SmallValueCodec
+    small_keys: SmallKeyCodec
+    small_values: SmallValueCodec
 
     @staticmethod
     def of(schema: TableSchema) -> TableEntry:
@@ -49,19 +49,21 @@ class TableEntry:
             SmallValueCodec(schema.value),
         )
 
-    def checked(self, write: TableWrite) -> Pairs:
-        """The pairs that are to be written, once they were found to be rows of this table, which is looked at once.
+    def check_write(self, write: TableWrite) -> Pairs:
+        """Checks that keys and values are rows of this table, once for each write, and returns them as pairs.
 
-        One row that is none would make every later scan over it fail.
+        A single invalid row would make every later scan over it fail.
         """
         if write.pairs is None:
             self._check_rows(write.keys, write.values)
             write.pairs = to_list(write.keys), to_list(write.values)
         return write.pairs
 
-    def _are_right(self, keys: Binary, values: Binary) -> bool:
-        """Whether these are a few rows with nothing wrong about them; the steps after this say what is wrong."""
-        if not (isinstance(keys, list) and isinstance(values, list) and len(keys) == len(values) <= FEW_ROWS):
+    def _are_valid(self, keys: Binary, values: Binary) -> bool:
+        """Says whether this is a small batch of valid rows; if it is not, the later steps say what is wrong."""
+        if not (
+            isinstance(keys, list) and isinstance(values, list) and len(keys) == len(values) <= SMALL_BATCH_ROWS_MAX
+        ):
             return False
         prefix, key_bytes_max = self.prefix, KEY_BYTES_MAX + len(self.prefix)
         for key in keys:
@@ -70,10 +72,10 @@ class TableEntry:
         for value in values:
             if value is not None and len(value) > VALUE_BYTES_MAX:
                 return False
-        return self.few_keys.are_right(keys, len(prefix)) and self.few_values.are_right(values)
+        return self.small_keys.are_valid(keys, len(prefix)) and self.small_values.are_valid(values)
 
     def _check_rows(self, keys: Binary, values: Binary) -> None:
-        if self._are_right(keys, values):
+        if self._are_valid(keys, values):
             self.constraints.check(values)
             return
         name = self.schema.name
@@ -103,7 +105,7 @@ class TableEntry:
             raise BadInput(f"table {name!r}: keys that are not of this table", table=name)
 
     def check_range(self, begin: bytes, end: bytes | None) -> None:
-        """Raises unless all keys between these two are of this table."""
+        """Raises ``BadInput`` unless all keys between these two belong to this table."""
         if not begin.startswith(self.prefix) or end is None or not self.prefix <= end <= self.end:
             name = self.schema.name
             raise BadInput(f"table {name!r}: a range of keys that are not of this table", table=name)
@@ -113,8 +115,9 @@ class TableEntry:
 class QueueEntry:
     schema: QueueSchema
     header: bytes
+    """The file header of the queue's segments."""
     not_null: list[int]
-    """The columns that must have no nulls."""
+    """The indexes of the columns that must have no nulls."""
 
     @staticmethod
     def of(schema: QueueSchema) -> QueueEntry:
@@ -143,16 +146,16 @@ class Catalogue:
                 self.queues[queue.queue_id] = QueueEntry.of(queue)
 
     def table(self, table_id: int) -> TableEntry:
-        found = self.tables.get(table_id)
-        if found is None:
+        entry = self.tables.get(table_id)
+        if entry is None:
             raise UnknownTable(f"no table with the id {table_id}: it was dropped, or is of another store", id=table_id)
-        return found
+        return entry
 
     def queue(self, queue_id: int) -> QueueEntry:
-        found = self.queues.get(queue_id)
-        if found is None:
+        entry = self.queues.get(queue_id)
+        if entry is None:
             raise UnknownTable(f"no queue with the id {queue_id}: it was dropped, or is of another store", id=queue_id)
-        return found
+        return entry
 
     def table_named(self, name: str) -> TableEntry | None:
         return next((entry for entry in self.tables.values() if entry.schema.name == name), None)
@@ -160,51 +163,51 @@ class Catalogue:
     def queue_named(self, name: str) -> QueueEntry | None:
         return next((entry for entry in self.queues.values() if entry.schema.name == name), None)
 
-    def change(self, wanted: CatalogueChange) -> CatalogueStep:
-        """What ``wanted`` comes to: nothing, when a table of the same shape is there and that is allowed."""
-        if isinstance(wanted, CreateTable):
-            return self._create_table(wanted)
-        if isinstance(wanted, CreateQueue):
-            return self._create_queue(wanted)
-        if wanted.kind == "table":
-            table = self.table_named(wanted.name)
+    def check_change(self, change: CatalogueChange) -> CatalogueStep:
+        """Checks a change; the step is empty if the same table or queue exists already and ``if_not_exists`` is set."""
+        if isinstance(change, CreateTable):
+            return self._create_table(change)
+        if isinstance(change, CreateQueue):
+            return self._create_queue(change)
+        if change.kind == "table":
+            table = self.table_named(change.name)
             if table is None:
-                raise UnknownTable(f"no table {wanted.name!r}", table=wanted.name)
+                raise UnknownTable(f"no table {change.name!r}", table=change.name)
             return CatalogueStep(dropped_table=table)
-        if wanted.kind == "queue":
-            queue = self.queue_named(wanted.name)
+        if change.kind == "queue":
+            queue = self.queue_named(change.name)
             if queue is None:
-                raise UnknownTable(f"no queue {wanted.name!r}", queue=wanted.name)
+                raise UnknownTable(f"no queue {change.name!r}", queue=change.name)
             return CatalogueStep(dropped_queue=queue)
-        raise BadInput(f"cannot drop a {wanted.kind!r}, only a table or a queue")
+        raise BadInput(f"cannot drop a {change.kind!r}, only a table or a queue")
 
-    def _create_table(self, wanted: CreateTable) -> CatalogueStep:
-        wanted.schema.validate()
-        self._check_free(wanted.schema.name, "table")
-        found = self.table_named(wanted.schema.name)
-        if found is None:
-            return CatalogueStep(table=TableEntry.of(replace(wanted.schema, table_id=self.next_id)))
-        same = replace(wanted.schema, table_id=found.schema.table_id) == found.schema
-        if wanted.if_not_exists and same:
+    def _create_table(self, change: CreateTable) -> CatalogueStep:
+        change.schema.validate()
+        self._check_free(change.schema.name, "table")
+        existing = self.table_named(change.schema.name)
+        if existing is None:
+            return CatalogueStep(table=TableEntry.of(replace(change.schema, table_id=self.next_id)))
+        same = replace(change.schema, table_id=existing.schema.table_id) == existing.schema
+        if change.if_not_exists and same:
             return CatalogueStep()
         raise TableExists(
-            f"table {wanted.schema.name!r} exists already" + ("" if same else ", with another schema"),
-            table=wanted.schema.name,
+            f"table {change.schema.name!r} exists already" + ("" if same else ", with another schema"),
+            table=change.schema.name,
         )
 
-    def _create_queue(self, wanted: CreateQueue) -> CatalogueStep:
-        wanted.schema.validate()
-        self._check_free(wanted.schema.name, "queue")
-        found = self.queue_named(wanted.schema.name)
-        if found is None:
-            return CatalogueStep(queue=QueueEntry.of(replace(wanted.schema, queue_id=self.next_id)))
-        same = replace(wanted.schema, queue_id=found.schema.queue_id) == found.schema
-        if wanted.if_not_exists and same:
+    def _create_queue(self, change: CreateQueue) -> CatalogueStep:
+        change.schema.validate()
+        self._check_free(change.schema.name, "queue")
+        existing = self.queue_named(change.schema.name)
+        if existing is None:
+            return CatalogueStep(queue=QueueEntry.of(replace(change.schema, queue_id=self.next_id)))
+        same = replace(change.schema, queue_id=existing.schema.queue_id) == existing.schema
+        if change.if_not_exists and same:
             return CatalogueStep()
         raise TableExists(
-            f"queue {wanted.schema.name!r} exists already"
+            f"queue {change.schema.name!r} exists already"
             + ("" if same else ", with another schema or partition count"),
-            queue=wanted.schema.name,
+            queue=change.schema.name,
         )
 
     def _check_free(self, name: str, kind: str) -> None:
@@ -215,7 +218,7 @@ class Catalogue:
 
 @dataclass(slots=True)
 class CatalogueStep:
-    """A change of the catalogue that has been checked and waits to be durable."""
+    """A change of the catalogue that has been checked and is not yet durable."""
 
     table: TableEntry | None = None
     queue: QueueEntry | None = None

@@ -1,4 +1,4 @@
-"""Commits that become durable together, and what is found out about them on the way."""
+"""Commits that become durable together, and the results of checking them."""
 
 from __future__ import annotations
 
@@ -10,40 +10,46 @@ from shuffle.statestore.engine.ordered_table import PartitionPlan
 from shuffle.statestore.request import Committed, Pairs
 
 GROUP_COMMITS_MAX = 1024
-"""Commits in one group: enough to keep the disk busy, few enough that the first of them does not wait long."""
+"""The most commits in one group: enough to keep the disk busy, and few enough that the first does not wait long."""
 
 
 @dataclass(slots=True)
-class Group:
+class CommitGroup:
     """Commits that become durable together."""
 
     version_before: int = 0
-    """Of the store, before the first commit of the group."""
-    answers: list[Committed | ShuffleError] = field(default_factory=list)
+    """The version of the store before the first commit of the group."""
+    results: list[Committed | ShuffleError] = field(default_factory=list)
+    """The result of each commit, in the order of the requests."""
     puts: list[Pairs] = field(default_factory=list)
+    """The keys and values to write to RocksDB."""
     cleared: list[tuple[bytes, bytes]] = field(default_factory=list)
-    """Ranges of keys that are removed before anything is put."""
+    """The ranges of keys that are removed before ``puts`` are written."""
     partitions: dict[tuple[int, int], PartitionPlan] = field(default_factory=dict)
     catalogue: CatalogueStep | None = None
     published: list[str] = field(default_factory=list)
+    """The ids of the staged appends that the group publishes."""
     unused: list[str] = field(default_factory=list)
-    """Files that nothing refers to once the group is durable."""
+    """The files that nothing refers to once the group is durable."""
     table_bytes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """The rows and bytes that the group writes to each table, by table id."""
     appended_rows: int = 0
-    """How many rows the group has added to queues, known once it is applied."""
+    """The number of rows that the group has added to queues, known once it is applied."""
     appended_bytes: int = 0
-    """How many bytes the group has written to segments, known once it is applied."""
+    """The number of bytes that the group has written to segments, known once it is applied."""
     room_bytes: int = 0
-    """What the group may write before the disk is too full."""
+    """The number of bytes that the group may write before the disk is too full."""
     size_bytes: int = 0
+    """The bytes of all commits of the group."""
     changed: bool = False
+    """True if a commit of the group changes anything."""
     reached_rocks: bool = False
-    """Whether writing to RocksDB was begun: from then on a failure leaves the outcome open."""
+    """True once writing to RocksDB has begun: from then on a failure leaves the outcome unknown."""
     _written: dict[bytes, bytes | None] = field(default_factory=dict)
     _puts_seen: int = 0
 
     def written(self) -> dict[bytes, bytes | None]:
-        """What the commits of the group so far write, by key; only gathered when somebody asks."""
+        """What the commits of the group write so far, by key; collected only when this is called."""
         for keys, values in self.puts[self._puts_seen :]:
             self._written.update(zip(keys, values, strict=True))
         self._puts_seen = len(self.puts)
@@ -51,7 +57,7 @@ class Group:
 
     @property
     def queues(self) -> set[tuple[int, int]]:
-        """The partitions that change, or cease to be."""
+        """The partitions that change or are dropped, as pairs of queue id and index."""
         dropped = self.catalogue.dropped_queue if self.catalogue is not None else None
         if dropped is None:
             return set(self.partitions)
@@ -59,14 +65,16 @@ class Group:
 
 
 @dataclass(slots=True)
-class Checked:
-    """What checking a commit has found out."""
+class CheckedCommit:
+    """A commit that has passed all checks, and what they computed."""
 
     puts: list[Pairs]
-    """Of each write: its keys and values."""
+    """The keys and values of each write."""
     size_bytes: int
+    """The bytes of the commit."""
     rows: list[list[int]]
-    """Of each append: the rows of its payloads."""
+    """The numbers of rows of the payloads of each append."""
     repeated: list[tuple[int, int] | None]
-    """Of each append: the answer it got before, if it was made before."""
+    """The positions that each append was given before, if it repeats an earlier one; None otherwise."""
     step: CatalogueStep | None
+    """The change of the catalogue, if the commit makes one."""

@@ -1,8 +1,8 @@
-"""What decides whether an optimistic transaction may commit: which keys changed since it read them.
+"""Conflict detection of optimistic transactions: which keys changed since a transaction read them.
 
-Theory of operation. Every commit has a version, one higher than the commit before. A transaction reads at the version
-of one moment and names, when it commits, the keys (present or absent) and the ranges it read. It may commit when no
-later commit has written any of them: then all its reads are still true, and it behaves as if it had run in one instant.
+Theory of operation. Every commit has a version, one higher than the commit before. A transaction reads at one
+version and lists, when it commits, the keys (present or absent) and the ranges it read. It may commit when no later
+commit has written any of them: then all its reads still hold, and it behaves as if it had run in one instant.
 
 ``ConflictHistory`` remembers the keys of recent commits for that. It forgets commits that no open transaction can
 conflict with, and, so that memory stays bounded, the oldest ones beyond ``keys_max``; a transaction that reads at a
@@ -18,7 +18,8 @@ from collections.abc import Iterable, Sequence
 from shuffle.statestore.key_range import KeyRange
 
 HISTORY_KEYS_MAX = 2_000_000
-"""About 200 bytes a key in CPython: some 400 MB while a transaction stays open under full load; then it is refused."""
+"""The most keys that are remembered. Each takes about 200 bytes in CPython: some 400 MB while a transaction stays open
+under full load. After that the transaction is refused."""
 
 
 class _Commit:
@@ -31,17 +32,17 @@ class _Commit:
         self.keys = keys
         self._sorted: list[bytes] | None = None
 
-    def touches(self, wanted: KeyRange) -> bytes | None:
+    def touches(self, read_range: KeyRange) -> bytes | None:
         if self._sorted is None:
             self._sorted = sorted(self.keys)
-        at = bisect_left(self._sorted, wanted.begin)
-        if at < len(self._sorted) and wanted.contains(self._sorted[at]):
+        at = bisect_left(self._sorted, read_range.begin)
+        if at < len(self._sorted) and read_range.contains(self._sorted[at]):
             return self._sorted[at]
         return None
 
 
 class ConflictHistory:
-    """The recently written keys, by version."""
+    """The keys of recent commits, by version."""
 
     def __init__(self, version: int, keys_max: int = HISTORY_KEYS_MAX) -> None:
         self._floor = version
@@ -65,11 +66,11 @@ class ConflictHistory:
             written = last_write.get(key)
             if written is not None and written > version:
                 return f"a key it read was written by the commit of version {written}"
-        for wanted in ranges:
+        for read_range in ranges:
             for commit in reversed(self._commits):
                 if commit.version <= version:
                     break
-                if commit.touches(wanted) is not None:
+                if commit.touches(read_range) is not None:
                     return f"a range it read was written by the commit of version {commit.version}"
         return None
 
@@ -83,13 +84,13 @@ class ConflictHistory:
             self._forget_oldest()
 
     def take_back(self, version: int) -> None:
-        """The commits after ``version`` did not happen after all."""
+        """Remove the commits after ``version`` again: they were not written."""
         while self._commits and self._commits[-1].version > version:
             self._keys_count -= len(self._commits.pop().keys)
         self._last_write = {key: commit.version for commit in self._commits for key in commit.keys}
 
     def forget_before(self, version: int) -> None:
-        """No transaction that is still open read at a version below this one."""
+        """Forget what no open transaction needs: none of them read at a version below this one."""
         while self._commits and self._commits[0].version <= version:
             self._forget_oldest()
         # Without commits to check against, any version from here on is as good as the newest.

@@ -6,10 +6,10 @@ A group goes through three steps, which the caller runs in this order and one gr
               collect what has to be written; a commit that fails leaves no trace in the group
     persist   write: (1) records behind the committed end of their segments, (2) sync those segments,
               (3) one batch to RocksDB with rows, positions and the new version, (4) sync RocksDB's log
-    apply     take it over in memory, and answer
+    apply     take the changes over in memory, and return the results
 
 A crash anywhere before the end of (4) leaves the group absent or whole: positions in RocksDB decide which bytes of a
-segment exist. No threads, clocks or randomness here; ``local`` has them.
+segment exist. There are no threads, clocks or randomness here; ``local`` has them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shuffle.statestore.codec.arrow_bytes import nulls_in, to_list
 from shuffle.statestore.codec.keys import table_prefix
 from shuffle.statestore.codec.segment import RecordIndex, encode_record, record_bytes
 from shuffle.statestore.engine.catalogue import CATALOGUE_PREFIX, Catalogue, CatalogueStep
-from shuffle.statestore.engine.commit_group import Checked, Group
+from shuffle.statestore.engine.commit_group import CheckedCommit, CommitGroup
 from shuffle.statestore.engine.conflicts import ConflictHistory
 from shuffle.statestore.engine.leftovers import clean_files, segment_name
 from shuffle.statestore.engine.ordered_table import FileWrite, Partition, PartitionPlan, partition_prefix, queue_prefix
@@ -34,7 +34,7 @@ from shuffle.statestore.request import (
     Append,
     CommitRequest,
     Committed,
-    Expect,
+    Precondition,
     Publish,
     Trim,
     check_producer,
@@ -49,12 +49,12 @@ VERSION_KEY = b"\0v"
 STORE_ID_KEY = b"\0s"
 
 DISK_RESERVE_BYTES = 16 * MIB
-"""Commits are refused while less than this is free, so that RocksDB itself never meets a full disk."""
+"""Commits are refused while fewer bytes than this are free, so that RocksDB itself never fails on a full disk."""
 
 _log = get_logger("statestore")
 
 RECORDS_MAX = 4096
-"""Records of one read: where each of them ends is in the header of the answer, which has 64 KiB."""
+"""The most records of one read: the end of each is in the header of the response, which is limited to 64 KiB."""
 
 
 class Engine:
@@ -77,9 +77,9 @@ class Engine:
         self.set_aside: list[str] = []
         self._clean_files(now_ms)
         self.table_bytes: dict[int, tuple[int, int]] = {}
-        """Per table: rows and bytes written to the log since the store was opened."""
+        """The rows and bytes written to the log since the store was opened, by table id."""
         self.queue_bytes: dict[int, int] = {}
-        """Per queue: bytes appended to its segments since the store was opened."""
+        """The bytes appended to segments since the store was opened, by queue id."""
 
     # --- opening ---
 
@@ -94,29 +94,29 @@ class Engine:
 
     # --- step 1: prepare ---
 
-    def prepare(self, requests: Sequence[CommitRequest], oldest_version: int) -> Group:
+    def prepare(self, requests: Sequence[CommitRequest], oldest_version: int) -> CommitGroup:
         """Check each commit in order; no open transaction reads at a version below ``oldest_version``.
 
-        Whatever goes wrong with one of them is the answer to that one, and nothing is left of it: neither the others
-        nor the store have anything to do with it.
+        A commit that fails has its error as its result and leaves nothing behind: it affects neither the other commits
+        nor the store.
         """
         self.history.forget_before(oldest_version)
         refused: dict[int, ShuffleError] = {}
         while True:
-            group = Group(version_before=self.version, room_bytes=self._room_bytes())
+            group = CommitGroup(version_before=self.version, room_bytes=self._room_bytes())
             for number, request in enumerate(requests):
                 if number in refused:
-                    group.answers.append(refused[number])
+                    group.results.append(refused[number])
                     continue
                 try:
-                    checked = self._checked(request, group)
+                    checked = self._check_commit(request, group)
                 except Exception as error:
-                    group.answers.append(_refusal(error))
+                    group.results.append(_refusal(error))
                     continue
                 try:
-                    group.answers.append(self._accept(request, checked, group))
+                    group.results.append(self._accept(request, checked, group))
                 except Exception as error:
-                    # It has changed the group by half. The others are prepared again, without it.
+                    # It has changed a part of the group already. The others are prepared again, without it.
                     refused[number] = _refusal(error)
                     self._undo(group)
                     break
@@ -125,11 +125,11 @@ class Engine:
                     group.puts.append(([VERSION_KEY], [b"%d" % self.version]))
                 return group
 
-    def _checked(self, request: CommitRequest, group: Group) -> Checked:
-        """Everything that can be wrong with a commit is found here, before the group is touched."""
-        size_bytes = self._checked_size(request, group)
-        puts = [self.catalogue.table(write.table_id).checked(write) for write in request.writes]
-        rows = [self._checked_append(append) for append in request.appends]
+    def _check_commit(self, request: CommitRequest, group: CommitGroup) -> CheckedCommit:
+        """Makes all checks of a commit, before the group is changed."""
+        size_bytes = self._check_size(request, group)
+        puts = [self.catalogue.table(write.table_id).check_write(write) for write in request.writes]
+        rows = [self._check_append(append) for append in request.appends]
         if request.appends:
             check_published_once(request.appends)
         if request.reads is not None:
@@ -139,17 +139,17 @@ class Engine:
             reason = self.history.conflict(request.reads.version, read, request.reads.ranges)
             if reason is not None:
                 raise Conflict(f"the transaction cannot commit: {reason}; nothing was written, run it again")
-        for expect in request.expects:
-            self._check_expected(expect, group)
-        step = self._checked_catalogue(request, group)
-        repeated = [self._repeated(append, group) for append in request.appends]
+        for precondition in request.preconditions:
+            self._check_precondition(precondition, group)
+        step = self._check_catalogue(request, group)
+        repeated = [self._repeated_positions(append, group) for append in request.appends]
         if request.appends:
             first_time = zip(request.appends, repeated, strict=True)
-            check_sequences([append for append, answer in first_time if answer is None])
+            check_sequences([append for append, positions in first_time if positions is None])
         self._check_trims(request.trims, group)
-        return Checked(puts, size_bytes, rows, repeated, step)
+        return CheckedCommit(puts, size_bytes, rows, repeated, step)
 
-    def _accept(self, request: CommitRequest, checked: Checked, group: Group) -> Committed:
+    def _accept(self, request: CommitRequest, checked: CheckedCommit, group: CommitGroup) -> Committed:
         """Add a checked commit to the group. Nothing should fail from here on."""
         if request.is_empty:
             return Committed(self.version)
@@ -165,14 +165,14 @@ class Engine:
         if checked.puts:
             self.history.record(self.version, [key for keys, _ in checked.puts for key in keys])
         appended = [
-            answer if answer is not None else self._add_append(append, counts, group)
-            for append, counts, answer in zip(request.appends, checked.rows, checked.repeated, strict=True)
+            positions if positions is not None else self._add_append(append, counts, group)
+            for append, counts, positions in zip(request.appends, checked.rows, checked.repeated, strict=True)
         ]
         for trim in request.trims:
             self._plan(group, trim.queue_id, trim.partition).trim(trim.index)
         return Committed(self.version, tuple(appended))
 
-    def _checked_size(self, request: CommitRequest, group: Group) -> int:
+    def _check_size(self, request: CommitRequest, group: CommitGroup) -> int:
         size_bytes = request.size_bytes()
         rows = sum(len(write.keys) for write in request.writes)
         if size_bytes > TRANSACTION_BYTES_MAX or rows > TRANSACTION_ROWS_MAX:
@@ -188,7 +188,7 @@ class Engine:
                 "append more rows at a time, or split it",
                 appends=len(request.appends),
             )
-        # Removing rows must stay possible on a full disk: that is how room is made.
+        # Removing rows must stay possible on a full disk, since it frees space.
         grows = size_bytes > 0 and not all(nulls_in(write.values) == len(write.values) for write in request.writes)
         if grows or request.appends:
             _check_room(group.room_bytes, group.size_bytes + size_bytes)
@@ -199,19 +199,19 @@ class Engine:
         _check_room(self._room_bytes(), size_bytes)
 
     def _room_bytes(self) -> int:
-        """What may still be written: the rest of the disk, without what RocksDB has promised to flush to it."""
+        """The bytes that may still be written: the free space of the disk, minus what RocksDB has still to flush."""
         return self._segments.free_bytes() - self._keys.unflushed_bytes() - DISK_RESERVE_BYTES
 
-    def _check_expected(self, expect: Expect, group: Group) -> None:
-        """The rows it names are those of the store with the commits before it in the group."""
-        entry = self.catalogue.table(expect.table_id)
+    def _check_precondition(self, precondition: Precondition, group: CommitGroup) -> None:
+        """Checks that the expected rows are in the store, including the commits before this one in the group."""
+        entry = self.catalogue.table(precondition.table_id)
         name = entry.schema.name
-        entry.check_prefix(expect.keys)
-        keys, values = to_list(expect.keys), to_list(expect.values)
+        entry.check_prefix(precondition.keys)
+        keys, values = to_list(precondition.keys), to_list(precondition.values)
         written = group.written()
         stored = self._keys.get_many(keys)
-        for key, found, wanted in zip(keys, stored, values, strict=True):
-            if written.get(key, found) != wanted:
+        for key, value, expected in zip(keys, stored, values, strict=True):
+            if written.get(key, value) != expected:
                 raise Conflict(
                     f"the transaction cannot commit: a row of table {name!r} is not the one it expects; nothing was "
                     "written, read it again",
@@ -220,17 +220,17 @@ class Engine:
 
     def _partition(self, queue_id: int, index: int) -> Partition:
         entry = self.catalogue.queue(queue_id)
-        found = self.partitions.get((queue_id, index))
-        if found is None:
+        partition = self.partitions.get((queue_id, index))
+        if partition is None:
             raise OutOfRange(
                 f"queue {entry.schema.name!r} has the partitions 0 to {entry.schema.partitions - 1}, not {index}",
                 queue=entry.schema.name,
                 partition=index,
             )
-        return found
+        return partition
 
-    def _checked_append(self, append: Append | Publish) -> list[int]:
-        """The number of rows of each payload."""
+    def _check_append(self, append: Append | Publish) -> list[int]:
+        """Checks an append and returns the number of rows of each payload."""
         self._partition(append.queue_id, append.partition)
         if isinstance(append, Publish):
             return [self.staged.get(append.staged_id, append.queue_id).rows]
@@ -238,12 +238,12 @@ class Engine:
         check_producer(append, entry.schema.name)
         return append.count_rows(entry.schema, entry.not_null)
 
-    def _repeated(self, append: Append | Publish, group: Group) -> tuple[int, int] | None:
+    def _repeated_positions(self, append: Append | Publish, group: CommitGroup) -> tuple[int, int] | None:
         if isinstance(append, Publish):
             return None
         return self._plan(group, append.queue_id, append.partition).repeated(append.producer, append.sequence)
 
-    def _check_trims(self, trims: Sequence[Trim], group: Group) -> None:
+    def _check_trims(self, trims: Sequence[Trim], group: CommitGroup) -> None:
         for trim in trims:
             end = self._plan(group, trim.queue_id, trim.partition).end
             if trim.index > end:
@@ -253,17 +253,17 @@ class Engine:
                     end=end,
                 )
 
-    def _checked_catalogue(self, request: CommitRequest, group: Group) -> CatalogueStep | None:
+    def _check_catalogue(self, request: CommitRequest, group: CommitGroup) -> CatalogueStep | None:
         if request.catalogue is None:
             return None
-        # The caller gives a change of the catalogue a group of its own, so that no commit beside it sees half of it.
+        # The caller puts a change of the catalogue into a group of its own, so that no other commit sees half of it.
         assert not group.changed
-        return self.catalogue.change(request.catalogue)
+        return self.catalogue.check_change(request.catalogue)
 
-    def _add_catalogue(self, step: CatalogueStep, group: Group) -> None:
+    def _add_catalogue(self, step: CatalogueStep, group: CommitGroup) -> None:
         pairs = step.rows(self.catalogue.next_id)
         group.catalogue = step
-        # A dropped table may have any number of rows: they go as a range, not one by one.
+        # A dropped table may have any number of rows: they are removed as a range, not one by one.
         if step.dropped_table is not None:
             prefix = table_prefix(step.dropped_table.schema.table_id)
             group.cleared.append((prefix, _after(prefix)))
@@ -273,7 +273,7 @@ class Engine:
         if pairs:
             group.puts.append(([key for key, _ in pairs], [value for _, value in pairs]))
 
-    def _plan(self, group: Group, queue_id: int, index: int) -> PartitionPlan:
+    def _plan(self, group: CommitGroup, queue_id: int, index: int) -> PartitionPlan:
         plan = group.partitions.get((queue_id, index))
         if plan is None:
             partition = self._partition(queue_id, index)
@@ -283,7 +283,7 @@ class Engine:
             group.partitions[queue_id, index] = plan
         return plan
 
-    def _add_append(self, append: Append | Publish, counts: list[int], group: Group) -> tuple[int, int]:
+    def _add_append(self, append: Append | Publish, counts: list[int], group: CommitGroup) -> tuple[int, int]:
         plan = self._plan(group, append.queue_id, append.partition)
         if isinstance(append, Publish):
             staged = self.staged.take(append.staged_id)
@@ -293,9 +293,9 @@ class Engine:
                 group.unused.append(staged.name)
                 return plan.end, plan.end
             return plan.adopt(staged.name, staged.rows, staged.size_bytes, staged.index)
-        again = plan.repeated(append.producer, append.sequence)
-        if again is not None:
-            return again
+        positions = plan.repeated(append.producer, append.sequence)
+        if positions is not None:
+            return positions
         begin = plan.end
         for payload, rows in zip(append.payloads, counts, strict=True):
             if rows:
@@ -308,8 +308,8 @@ class Engine:
 
     # --- step 2: persist ---
 
-    def persist(self, group: Group) -> None:
-        """Make the group durable. An error before (3) leaves nothing; one in (3) or (4) means a restart is needed."""
+    def persist(self, group: CommitGroup) -> None:
+        """Make the group durable. An error before (3) leaves nothing; after one in (3) or (4) a restart is needed."""
         if not group.changed:
             return
         try:
@@ -338,9 +338,9 @@ class Engine:
             self._segments.sync(write.name)
             crash_points.reach("store.after_segment_sync")
 
-    def _undo(self, group: Group) -> None:
-        """Nothing of the group was written to RocksDB: what it took is given back."""
-        # Left in the history, its keys would refuse every next try: those read at the version before it.
+    def _undo(self, group: CommitGroup) -> None:
+        """Undo the group in memory, after nothing of it was written to RocksDB."""
+        # If its keys stayed in the history, every retry would be refused, since it reads at the version before them.
         self.version = group.version_before
         self.history.take_back(group.version_before)
         for staged_id in group.published:
@@ -352,8 +352,8 @@ class Engine:
 
     # --- step 3: apply ---
 
-    def apply(self, group: Group) -> list[str]:
-        """The group is durable. Returns the segment files that nothing refers to any more."""
+    def apply(self, group: CommitGroup) -> list[str]:
+        """Take the durable group over in memory. Returns the segment files that nothing refers to any more."""
         unused = list(group.unused)
         for (queue_id, index), plan in group.partitions.items():
             unused.extend(segment.name for segment in plan.freed())
@@ -394,7 +394,7 @@ class Engine:
             crash_points.reach("store.before_segment_remove")
             self._segments.remove(name)
 
-    # --- what an admin wants to know ---
+    # --- statistics ---
 
     def stats(self) -> dict[str, Any]:
         """Bytes written since the store was opened, per table, per queue, and in all."""
@@ -461,16 +461,16 @@ class Engine:
 
 
 def _refusal(error: Exception) -> ShuffleError:
-    """The answer to a commit that could not be prepared."""
+    """The result of a commit that could not be prepared."""
     if isinstance(error, ShuffleError):
         return error
-    # What can be wrong with a commit was looked for. This is a mistake of ours, and the next one shall be found, too.
+    # The checks cover everything that can be wrong with a commit, so this is a mistake in the store: it is logged.
     _log.error("a commit was refused because of a mistake in the store", error=error)
     return StoreError(f"the state store cannot take this commit ({one_line(error)}): nothing was written")
 
 
 def _check_room(room_bytes: int, size_bytes: int) -> None:
-    # RocksDB needs them twice, in its log and flushed.
+    # RocksDB needs the space twice: in its log, and for the flushed file.
     if room_bytes < 2 * size_bytes:
         raise DiskFull(
             f"less than {DISK_RESERVE_BYTES // MIB} MiB would be left on the disk of the state store: nothing was "

@@ -1,10 +1,11 @@
-"""Leases: who is there right now.
+"""Leases: which members of a group are alive now.
 
-A member of a group holds a lease for its time to live and renews it; a member that does not vanishes. There is no clock
-in here: the time comes in with every call, in milliseconds; a lease is over at the very millisecond it was granted to.
+A member of a group holds a lease for its time to live and renews it; a member that does not renew is removed. There is
+no clock here: the time is an argument of every call, in milliseconds. A lease is over in the millisecond up to which it
+was granted.
 
 Each change of a group gives it a revision never used before, by any group. So a watcher that holds an old revision sees
-that something changed, even if the group has come and gone meanwhile. Renewals are not changes.
+that something changed, even if the group was empty for a while. Renewals are not changes.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ from shuffle.limits import KIB, MIB, NAME_BYTES_MAX
 from shuffle.statestore.store import Member
 
 TTL_MS_MIN = 100
-"""Shorter than this, a busy network alone makes members come and go."""
+"""The shortest time to live, in milliseconds. With a shorter one, delays of a busy network alone end leases."""
 
 TTL_MS_MAX = 24 * 60 * 60 * 1000
-"""A member that need not be heard of for longer than a day is configuration, not discovery."""
+"""The longest time to live, in milliseconds: one day. A member that renews less often belongs in the configuration."""
 
 ATTRIBUTES_BYTES_MAX = 16 * KIB
-"""Names and values of one member's attributes; every listing of the group carries them all."""
+"""The most bytes of the names and values of one member's attributes; every listing of the group contains them all."""
 
 GROUP_MEMBERS_MAX = 100_000
-"""Members of one group; the listing must still fit one answer."""
+"""The most members of one group; the listing must still fit into one response."""
 
 GROUPS_MAX = 100_000
-"""Groups with members, in all."""
+"""The most groups that have members."""
 
 LEASES_MAX = 100_000
-"""Members of all groups together."""
+"""The most members of all groups together."""
 
 ATTRIBUTES_IN_ALL_BYTES_MAX = 64 * MIB
-"""Attributes of all members together: they are in memory alone."""
+"""The most bytes of the attributes of all members together: they are kept in memory only."""
 
 
 @dataclass(slots=True)
-class _Held:
+class _ActiveLease:
     group: str
     member: Member
     ttl_ms: int
@@ -55,12 +56,12 @@ class LeaseTable:
         """``first_id`` starts the counter of lease ids and revisions; a store that restarts gives one above all it has
         given before, or holders of old ids could be taken for new ones."""
         self._last_id = first_id - 1
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _ActiveLease] = {}
         self._attributes_bytes = 0
-        """Of all members."""
+        """The bytes of the attributes of all members."""
         self._groups: dict[str, dict[str, int]] = {}
         self._revisions: dict[str, int] = {}
-        # (not before this millisecond, lease id): renewals leave the entry alone, so it may be early, never late.
+        # (millisecond, lease id): the lease ends at that time or later, since a renewal does not change the entry.
         self._expiries: list[tuple[int, int]] = []
 
     def register(self, group: str, member: str, attributes: Mapping[str, str], ttl_ms: int, now_ms: int) -> int:
@@ -79,8 +80,8 @@ class LeaseTable:
         members = self._groups.setdefault(group, {})
         self._forget(members.get(member, -1))
         lease_id = self._next_id()
-        given = Member(member, dict(attributes))
-        self._held[lease_id] = _Held(group, given, ttl_ms, now_ms + ttl_ms, attributes_bytes)
+        new_member = Member(member, dict(attributes))
+        self._held[lease_id] = _ActiveLease(group, new_member, ttl_ms, now_ms + ttl_ms, attributes_bytes)
         self._attributes_bytes += attributes_bytes
         members[member] = lease_id
         self._push(now_ms + ttl_ms, lease_id)
@@ -88,7 +89,7 @@ class LeaseTable:
         return lease_id
 
     def renew(self, lease_id: int, now_ms: int) -> int:
-        """Prolongs a lease by its time to live and tells until when; ``Expired`` if it is over already."""
+        """Prolongs a lease by its time to live; returns its end in milliseconds. ``Expired`` if it is over already."""
         held = self._held.get(lease_id)
         if held is None:
             raise Expired(f"the lease {lease_id} is over or was replaced: register again", lease_id=lease_id)
@@ -131,7 +132,7 @@ class LeaseTable:
         return self._revisions.get(group, 0)
 
     def next_expiry_ms(self) -> int | None:
-        """When the next lease ends unless it is renewed; ``None`` if there is no lease."""
+        """The millisecond at which the next lease ends unless it is renewed; ``None`` if there is no lease."""
         while self._expiries:
             not_before_ms, lease_id = self._expiries[0]
             held = self._held.get(lease_id)
@@ -174,7 +175,7 @@ class LeaseTable:
                     limit=GROUP_MEMBERS_MAX,
                 )
 
-    def _drop(self, lease_id: int, held: _Held) -> None:
+    def _drop(self, lease_id: int, held: _ActiveLease) -> None:
         self._forget(lease_id)
         members = self._groups[held.group]
         del members[held.member.name]
@@ -214,7 +215,7 @@ def _check_name(what: str, name: str) -> None:
 
 
 def _check_attributes(group: str, member: str, attributes: Mapping[str, str]) -> int:
-    """How many bytes they are."""
+    """Checks the attributes of a member and returns their bytes."""
     bytes_total = 0
     for name, value in attributes.items():
         if not isinstance(name, str) or not isinstance(value, str):

@@ -1,7 +1,7 @@
-"""The segment files that are there when a store is opened: which are its own, and what becomes of the others.
+"""The segment files in a store that is being opened: which belong to it, and what is done with the others.
 
-A file is removed only if it is certain that this store made it and that nobody can miss it. Whatever else lies among
-the segments may be all that is left of something, and is set aside.
+A file is removed only if it is certain that this store made it and that nothing needs it any more. Any other file may
+be the only copy of its data, and is set aside.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STAGED = re.compile(r"staged-(\d+)-[0-9a-f]+-\d+\.seg")
 
 
 def segment_name(queue_id: int, partition: int, row: int, version: int) -> str:
-    """The file of rows from ``row`` on, begun by a group of which ``version`` is the first commit."""
+    """The name of the file that begins with ``row``, created by a group whose first commit is ``version``."""
     return f"q{queue_id}-p{partition}-{row}-{version}.seg"
 
 
@@ -32,7 +32,7 @@ def clean_files(
     partitions: Mapping[tuple[int, int], Partition],
     now_ms: int,
 ) -> list[str]:
-    """Cut torn tails, keep what is staged, remove what is known to be done with; returns what was set aside."""
+    """Cut torn tails, keep staged files, remove obsolete ones; returns the names of the files that were set aside."""
     committed = {
         segment.name: segment.size_bytes for partition in partitions.values() for segment in partition.segments
     }
@@ -42,9 +42,9 @@ def clean_files(
             if segments.size(name) > committed[name]:
                 segments.truncate(name, committed[name])
             segments.close_file(name)
-        elif staged.found(name, now_ms):
+        elif staged.recover(name, now_ms):
             continue
-        elif is_done_with(name, version, catalogue, partitions):
+        elif is_obsolete(name, version, catalogue, partitions):
             segments.remove(name)
         else:
             segments.set_aside(name)
@@ -52,13 +52,11 @@ def clean_files(
     return unknown
 
 
-def is_done_with(
-    name: str, version: int, catalogue: Catalogue, partitions: Mapping[tuple[int, int], Partition]
-) -> bool:
-    """Whether an unused file may be removed, in a store that was opened at ``version``."""
+def is_obsolete(name: str, version: int, catalogue: Catalogue, partitions: Mapping[tuple[int, int], Partition]) -> bool:
+    """Says whether an unused file may be removed, in a store that was opened at ``version``."""
     staged = _STAGED.fullmatch(name)
     if staged is not None:
-        # Its time is over, or it was cut off while it was written; but only a queue of ours has staged files of ours.
+        # It has expired, or was cut off while it was written. If its queue is not of this store, neither is the file.
         return int(staged.group(1)) < catalogue.next_id
     segment = _SEGMENT.fullmatch(name)
     if segment is None:

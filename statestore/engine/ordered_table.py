@@ -1,9 +1,9 @@
 """Ordered tables: partitions of rows by position, and how a group of commits changes them.
 
-A ``Partition`` is what is durable. A ``PartitionPlan`` collects what one group of commits wants of it: records to write
-behind the committed bytes, segments to begin, staged files to adopt, rows to trim. The plan names the files and keys to
-write; only when all of that is durable is it applied. A crash before leaves bytes behind the committed length, which
-nobody reads and the next append overwrites.
+A ``Partition`` is the durable state. A ``PartitionPlan`` collects the changes of one group of commits: records to write
+after the committed bytes, segments to begin, staged files to adopt, rows to trim. The plan has the files and keys to
+write; it is applied only when all of that is durable. A crash before that leaves bytes after the committed length,
+which nobody reads and the next append overwrites.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from shuffle.limits import MIB
 from shuffle.statestore.codec.segment import RecordIndex
 
 SEGMENT_BYTES_MAX = 64 * MIB
-"""A segment is sealed beyond this. Trimming frees whole segments, so this is the granularity of what is given back."""
+"""The size in bytes at which a segment is sealed. Trimming frees whole segments, so space is freed in such steps."""
 
 PRODUCER_SEQUENCES_MAX = 16
-"""Sequence numbers remembered per producer and partition: how far back a repeated append still gets its answer."""
+"""The sequence numbers that are remembered per producer and partition: only these appends can be repeated safely."""
 
 _PARTITION_ROW = struct.Struct("<QQ")
 _SEGMENT_ROW = struct.Struct("<QQ")
@@ -47,7 +47,7 @@ class Segment:
     rows: int
     size_bytes: int
     index: RecordIndex | None = None
-    """Loaded when first read, unless this process wrote the segment itself."""
+    """The index of the records; loaded at the first read, unless this process wrote the segment itself."""
 
     @property
     def end(self) -> int:
@@ -63,7 +63,7 @@ class Segment:
 
 
 Sequences = tuple[tuple[int, int, int], ...]
-"""Of one producer: (sequence, begin, end), the newest last."""
+"""The remembered appends of one producer: (sequence, begin, end), the newest last."""
 
 
 class Partition:
@@ -79,7 +79,7 @@ class Partition:
         self.producers: dict[str, Sequences] = {}
 
     def load(self, rows: Iterable[tuple[bytes, bytes]]) -> None:
-        """Take over what the store holds under this partition's prefix."""
+        """Load the state from the rows that the store has under this partition's prefix."""
         for key, value in rows:
             kind, rest = key[len(self.prefix) : len(self.prefix) + 1], key[len(self.prefix) + 1 :]
             if kind == b"p":
@@ -141,13 +141,13 @@ class PartitionPlan:
         self._changed: list[_OpenSegment] = []
         self._active: _OpenSegment | None = None
         self._may_continue = True
-        """Whether rows may still go behind those of the last committed segment."""
+        """True while rows may still be appended to the last committed segment."""
         self._producers: dict[str, Sequences] = {}
 
-    # --- what a transaction may ask ---
+    # --- for the commits of the group ---
 
     def repeated(self, producer: str | None, sequence: int | None) -> tuple[int, int] | None:
-        """The answer that this (producer, sequence) got before, if it was appended already."""
+        """The positions of the rows that this (producer, sequence) appended before; None if it is new."""
         if producer is None or sequence is None:
             return None
         sequences = self._producers.get(producer, self._partition.producers.get(producer, ()))
@@ -168,7 +168,7 @@ class PartitionPlan:
         self._producers[producer] = (*before, (sequence, begin, end))[-PRODUCER_SEQUENCES_MAX:]
 
     def append(self, rows: int, size_bytes: int) -> tuple[_OpenSegment, int]:
-        """Make room for a record; returns the segment and the record's first row in it."""
+        """Reserve space for a record; returns the segment and the record's first row in it."""
         active = self._writable()
         first_row = active.segment.rows
         active.segment.rows += rows
@@ -178,10 +178,10 @@ class PartitionPlan:
         return active, first_row
 
     def adopt(self, name: str, rows: int, size_bytes: int, index: RecordIndex) -> tuple[int, int]:
-        """A staged file becomes the next segment; nothing is written again."""
+        """Make a staged file the next segment, without writing its rows again; returns their positions."""
         segment = Segment(name, self.end, rows, size_bytes, index)
         self._changed.append(_OpenSegment(segment, None, index, None))
-        # Rows after it need a segment of their own: segments are in the order of their rows.
+        # Rows after it need a new segment, since segments are in the order of their rows.
         self._active = None
         self._may_continue = False
         begin, self.end = self.end, self.end + rows
@@ -200,12 +200,12 @@ class PartitionPlan:
         """The segment that the next record goes to: the one being filled, the last committed one, or a new one."""
         if self._active is not None and self._active.segment.size_bytes < SEGMENT_BYTES_MAX:
             return self._active
-        self._active = self._continued() or self._begun()
+        self._active = self._continue_last_segment() or self._begin_segment()
         self._may_continue = False
         self._changed.append(self._active)
         return self._active
 
-    def _continued(self) -> _OpenSegment | None:
+    def _continue_last_segment(self) -> _OpenSegment | None:
         last = self._partition.segments[-1] if self._partition.segments else None
         # A segment without its index was written before a restart. It is not continued, so that nothing has to be read
         # to append.
@@ -214,12 +214,12 @@ class PartitionPlan:
         segment = Segment(last.name, last.begin, last.rows, last.size_bytes)
         return _OpenSegment(segment, last, last.index, FileWrite(segment.name, segment.size_bytes))
 
-    def _begun(self) -> _OpenSegment:
+    def _begin_segment(self) -> _OpenSegment:
         segment = Segment(self._new_name(self.end), self.end, 0, self._header_bytes)
         write = FileWrite(segment.name, self._header_bytes, create=True)
         return _OpenSegment(segment, None, RecordIndex(self._header_bytes), write)
 
-    # --- what the engine does with it ---
+    # --- for the engine ---
 
     def file_writes(self) -> list[FileWrite]:
         return [changed.write for changed in self._changed if changed.write is not None]
@@ -243,11 +243,11 @@ class PartitionPlan:
         return kept + [changed.segment for changed in self._changed if changed.target is None]
 
     def freed(self) -> list[Segment]:
-        """Segments of which every row is trimmed."""
+        """The segments of which every row is trimmed."""
         return [segment for segment in self._segments_after() if segment.end <= self.begin]
 
     def apply(self) -> None:
-        """All of it is durable: now it is the partition's state."""
+        """Make the plan the state of the partition, once all of it is durable."""
         partition = self._partition
         freed = {segment.name for segment in self.freed()}
         for changed in self._changed:

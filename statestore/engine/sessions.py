@@ -1,7 +1,7 @@
-"""Sessions: what a client holds at the daemon, and gives back when it dies.
+"""Sessions: the read views that a client holds at the daemon, which are released when it dies.
 
-A moment keeps old versions of rows alive. A client that was killed cannot release its moments, so they belong to a
-session, and a session that is not renewed in time loses them. Plain logic: the time comes in as an argument.
+A read view keeps old versions of rows alive. A client that was killed cannot release its views, so they belong to a
+session, and a session that is not renewed in time loses them. Plain logic: the time is an argument.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from shuffle.errors import BadInput, Expired, TooLarge
 from shuffle.statestore.store import ReadView
 
 SESSION_TTL_MS_MAX = 3_600_000
-MOMENTS_MAX = 10_000
-"""Moments of one session: a client that holds more has forgotten to release them."""
+"""The longest time in milliseconds that a session may live between renewals."""
+
+VIEWS_PER_SESSION_MAX = 10_000
+"""The most read views of one session: a client that holds more has forgotten to release them."""
 
 SESSIONS_MAX = 10_000
-"""A client has one, and each snapshot that is shared has one. Ten thousand of them are two megabytes."""
+"""The most open sessions. A client has one, and so has each shared snapshot. Ten thousand take two megabytes."""
 
 SESSIONS_PER_PEER_MAX = 5_000
-"""Of those, for the clients at one address: half is left for everybody else."""
+"""The most open sessions of the clients at one address: half of all is left for the others."""
 
-MOMENTS_IN_ALL_MAX = 100_000
-"""Moments of all sessions together: each is a view of RocksDB, which keeps old versions of rows from being dropped."""
+VIEWS_MAX = 100_000
+"""The most read views of all sessions together: each is a snapshot of RocksDB, which keeps old versions of rows."""
 
 
 @dataclass(slots=True)
@@ -42,7 +44,7 @@ class Sessions:
         self._sessions: dict[int, _Session] = {}
         self._by_peer: Counter[str] = Counter()
         self._views = 0
-        """Held by all sessions together."""
+        """The number of read views that all sessions together hold."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -52,8 +54,8 @@ class Sessions:
             raise BadInput(f"a session lives 100 ms to {SESSION_TTL_MS_MAX} ms between renewals, not {ttl_ms}")
         if len(self._sessions) >= SESSIONS_MAX or self._by_peer[peer] >= SESSIONS_PER_PEER_MAX:
             raise TooLarge(
-                f"{len(self._sessions)} sessions are open, {self._by_peer[peer]} of them from where this one was asked "
-                f"for; there may be {SESSIONS_MAX}, and {SESSIONS_PER_PEER_MAX} from one place: close some clients"
+                f"{len(self._sessions)} sessions are open, {self._by_peer[peer]} of them from the address of this "
+                f"client; there may be {SESSIONS_MAX}, and {SESSIONS_PER_PEER_MAX} from one address: close some clients"
             )
         self._next_id += 1
         self._sessions[self._next_id] = _Session(ttl_ms, now_ms + ttl_ms, peer)
@@ -66,10 +68,10 @@ class Sessions:
 
     def hold(self, session_id: int, view: ReadView) -> None:
         session = self._session(session_id)
-        if len(session.views) >= MOMENTS_MAX:
-            raise TooLarge(f"{MOMENTS_MAX} snapshots and transactions are open in this session: close some")
-        if self._views >= MOMENTS_IN_ALL_MAX:
-            raise TooLarge(f"{MOMENTS_IN_ALL_MAX} snapshots and transactions are open at this store: close some")
+        if len(session.views) >= VIEWS_PER_SESSION_MAX:
+            raise TooLarge(f"{VIEWS_PER_SESSION_MAX} snapshots and transactions are open in this session: close some")
+        if self._views >= VIEWS_MAX:
+            raise TooLarge(f"{VIEWS_MAX} snapshots and transactions are open at this store: close some")
         self._views += view.view_id not in session.views
         session.views[view.view_id] = view
 
@@ -81,12 +83,12 @@ class Sessions:
 
     def drop(self, session_id: int, view_id: int) -> ReadView | None:
         session = self._sessions.get(session_id)
-        found = None if session is None else session.views.pop(view_id, None)
-        self._views -= found is not None
-        return found
+        view = None if session is None else session.views.pop(view_id, None)
+        self._views -= view is not None
+        return view
 
     def close(self, session_id: int) -> list[ReadView]:
-        """Returns the moments to release."""
+        """End a session; returns the read views to release."""
         session = self._sessions.pop(session_id, None)
         if session is None:
             return []
@@ -97,7 +99,7 @@ class Sessions:
         return list(session.views.values())
 
     def expire(self, now_ms: int) -> list[ReadView]:
-        """End the sessions whose time is over; returns the moments to release."""
+        """End the sessions whose time is over; returns the read views to release."""
         over = [session_id for session_id, session in self._sessions.items() if session.expires_ms <= now_ms]
         return [view for session_id in over for view in self.close(session_id)]
 

@@ -1,7 +1,7 @@
 """Staged appends: rows written ahead of time under an id, waiting for the transaction that makes them visible.
 
-Each is a segment file of its own, so that publishing one adopts the file and writes nothing again. The name of the file
-says which queue it is for and how long it may wait; after that it is garbage.
+Each is a segment file of its own, so that publishing it adopts the file and writes no row a second time. The name of
+the file has the id of its queue and its time to live in milliseconds; after that time the file is removed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from shuffle.statestore.codec.segment import RecordIndex, decode_head, encode_re
 from shuffle.statestore.engine.storage import Segments
 
 STAGED_TTL_MS_MAX = 7 * 24 * 3_600_000
-"""A week: rows that nobody has published by then are nobody's."""
+"""The longest time in milliseconds that staged rows may wait to be published: one week."""
 
 STAGED_MAX = 20_000
-"""Staged appends that wait at once. Each is a file; a batch of 300 GB written by Spark has half as many."""
+"""The most staged appends that may wait at once. Each is a file; a batch of 300 GB from Spark has half as many."""
 
-STAGED_OF_DISK = 2
-"""And all of them together may have the free room of the disk divided by this, what they have already included."""
+STAGED_DISK_DIVISOR = 2
+"""All staged appends together may take the free space of the disk divided by this number; the space that they take
+already counts as free."""
 
 _NAME = re.compile(r"staged-(\d+)-([0-9a-f]+)-(\d+)\.seg")
 
@@ -39,7 +40,7 @@ class StagedAppend:
 
 
 class StagedFiles:
-    """The staged appends of a store, by id."""
+    """The staged appends of a store, by their ids."""
 
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
@@ -83,14 +84,14 @@ class StagedFiles:
             raise TooLarge(f"{STAGED_MAX} staged appends wait to be published: publish or discard some first")
         # A copy, since rows are staged by other threads meanwhile.
         staged_bytes = sum(staged.size_bytes for staged in list(self._waiting.values()))
-        if size_bytes + staged_bytes > (self._segments.free_bytes() + staged_bytes) // STAGED_OF_DISK:
+        if size_bytes + staged_bytes > (self._segments.free_bytes() + staged_bytes) // STAGED_DISK_DIVISOR:
             raise DiskFull(
                 f"staged rows that wait to be published have {staged_bytes} bytes, and may have half of what the disk "
                 "has left: nothing was written; publish or discard some first"
             )
 
-    def found(self, name: str, now_ms: int) -> bool:
-        """A file met when the store is opened: True when it is a staged append that may still be published."""
+    def recover(self, name: str, now_ms: int) -> bool:
+        """Take over a file when the store is opened; True if it is a staged append that may still be published."""
         match = _NAME.fullmatch(name)
         if match is None:
             return False
@@ -112,25 +113,26 @@ class StagedFiles:
         return True
 
     def get(self, staged_id: str, queue_id: int) -> StagedAppend:
-        found = self._waiting.get(staged_id)
-        if found is None or found.queue_id != queue_id:
+        staged = self._waiting.get(staged_id)
+        if staged is None or staged.queue_id != queue_id:
             raise Expired(
                 f"no rows are staged under {staged_id!r} for this queue: they were published already, or their time "
                 "was over",
                 staged_id=staged_id,
             )
-        return found
+        return staged
 
     def take(self, staged_id: str) -> StagedAppend:
-        """For the group being written; nobody else can publish it meanwhile."""
+        """Reserve staged rows for the group that is being written: no other commit can publish them meanwhile."""
         staged = self._taken[staged_id] = self._waiting.pop(staged_id)
         return staged
 
     def give_back(self, staged_id: str) -> None:
+        """Undo ``take``: the group was not written."""
         self._waiting[staged_id] = self._taken.pop(staged_id)
 
     def forget(self, staged_id: str) -> None:
-        """It is part of its queue now."""
+        """Forget staged rows that have been published: they are part of their queue now."""
         del self._taken[staged_id]
 
     def collect(self, now_ms: int) -> list[str]:
@@ -141,7 +143,7 @@ class StagedFiles:
         return [self._waiting.pop(staged_id).name for staged_id in expired]
 
     def expire(self, staged_id: str) -> None:
-        """Its client does not want it any more: the next ``collect`` takes it."""
+        """Let staged rows expire now, since their client has discarded them: the next ``collect`` removes them."""
         staged = self._waiting.get(staged_id)
         if staged is not None:
             staged.expires_ms = 0

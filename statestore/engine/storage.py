@@ -1,4 +1,7 @@
-"""What the engine needs of RocksDB and of a disk. ``rocks`` and ``disk`` are the real ones; a simulation has others."""
+"""What the engine needs of RocksDB and of a disk.
+
+``rocks`` and ``segment_files`` implement it; the simulation of the tests has its own implementations.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from shuffle.statestore.request import Pairs
 
 
 class KeyView(Protocol):
-    """All keys at one moment."""
+    """A snapshot of all keys."""
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]: ...
 
@@ -35,17 +38,17 @@ class KeyValues(Protocol):
     def view(self) -> KeyView: ...
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """What the keys hold now, also what is not yet synced."""
+        """The values of the keys now, including writes that are not yet synced."""
         ...
 
     def write(self, puts: Sequence[Pairs], cleared: Sequence[tuple[bytes, bytes]] = ()) -> int:
-        """In one step: first remove all keys from a begin up to and without an end, then apply the pairs in order."""
+        """Remove the ranges ``cleared`` (begin included, end excluded), then apply ``puts`` in order, in one batch."""
         ...
 
     def sync(self) -> None: ...
 
     def unflushed_bytes(self) -> int:
-        """Bytes that are in the log alone: they need as much room again when they are flushed."""
+        """The bytes that are only in the log so far: they need the same space again when they are flushed."""
         ...
 
     def statistics(self) -> dict[str, int]: ...
@@ -79,7 +82,7 @@ class Segments(Protocol):
     def remove(self, name: str) -> None: ...
 
     def set_aside(self, name: str) -> None:
-        """Move a file that nobody knows out of the way, without touching what is in it."""
+        """Move a file that does not belong to the store out of the way, without changing its content."""
         ...
 
     def free_bytes(self) -> int: ...

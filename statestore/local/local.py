@@ -33,14 +33,14 @@ from shuffle.statestore.codec.arrow_bytes import Binary, to_list
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.codec.segment import decode_records
 from shuffle.statestore.engine.catalogue import QueueEntry, TableEntry
-from shuffle.statestore.engine.commit_group import Group
+from shuffle.statestore.engine.commit_group import CommitGroup
 from shuffle.statestore.engine.storage import KeyView
 from shuffle.statestore.local.commit_queue import Awaited, CommitQueue, Pending
 from shuffle.statestore.local.lease_service import WatchedLeases
 from shuffle.statestore.local.opening import open_parts
 from shuffle.statestore.local.read_views import ReadViews
 from shuffle.statestore.local.store_folder import StoreFolder, folder_path
-from shuffle.statestore.request import Append, CatalogueChange, CommitRequest, Committed, counted
+from shuffle.statestore.request import Append, CatalogueChange, CommitRequest, Committed, validate_payloads
 from shuffle.statestore.store import Member, QueueRead, ReadView, Span
 from shuffle.support import crash_points
 from shuffle.support.logs import get_logger
@@ -86,7 +86,7 @@ class LocalStore:
         self.on_failure: Callable[[ShuffleError], None] = lambda error: None
         """Called with the error when the store cannot be used any more. A daemon ends then; a user's own process goes
         on, and every call raises the error."""
-        self.on_group: Callable[[Group, float], None] | None = None
+        self.on_group: Callable[[CommitGroup, float], None] | None = None
         """Called by the writer after each group that is durable, with the seconds that writing and syncing it took."""
         self._writer = start_vital(self._write_groups, "store-writer", self.fail)
 
@@ -137,7 +137,7 @@ class LocalStore:
         values = self._view(view).get_many(to_list(keys))
         return values if isinstance(keys, list) else pa.array(values, pa.binary())
 
-    def get_and_hold(self, table_id: int, keys: Binary) -> tuple[ReadView, Binary]:
+    def open_view_and_get(self, table_id: int, keys: Binary) -> tuple[ReadView, Binary]:
         view = self.open_view()
         try:
             return view, self.get(view, table_id, keys)
@@ -188,7 +188,7 @@ class LocalStore:
         # written.
         catalogue = self._engine.catalogue
         for write in request.writes:
-            catalogue.table(write.table_id).checked(write)
+            catalogue.table(write.table_id).check_write(write)
         for append in request.appends:
             if isinstance(append, Append):
                 entry = catalogue.queue(append.queue_id)
@@ -277,13 +277,13 @@ class LocalStore:
         sync_s = time.monotonic() - begin_s
         unused = self._publish(group)
         crash_points.reach("store.before_answer")
-        for pending, outcome in zip(waiting, group.answers, strict=True):
+        for pending, outcome in zip(waiting, group.results, strict=True):
             pending.finish(outcome)
         if self.on_group is not None:
             self.on_group(group, sync_s)
         self._remove_files(unused)
 
-    def _publish(self, group: Group) -> list[str]:
+    def _publish(self, group: CommitGroup) -> list[str]:
         with self._lock:
             unused = self._engine.apply(group)
             if group.changed:
@@ -293,12 +293,12 @@ class LocalStore:
             notify()
         return unused
 
-    def _finish_failed(self, waiting: list[Pending], group: Group, error: ShuffleError) -> None:
+    def _finish_failed(self, waiting: list[Pending], group: CommitGroup, error: ShuffleError) -> None:
         if group.reached_rocks:
             # After a failed write or sync it is unknown what is on the disk, until the store is opened again.
             self._failed = StoreError(f"the state store must be restarted: {error.message}")
             error = CommitUnknown(f"the commit may or may not be durable: {error.message}; read the state again")
-        for pending, outcome in zip(waiting, group.answers, strict=True):
+        for pending, outcome in zip(waiting, group.results, strict=True):
             pending.finish(outcome if isinstance(outcome, ShuffleError) else error)
 
     def _collect_garbage(self) -> None:
@@ -327,7 +327,7 @@ class LocalStore:
         if sum(payload.size for payload in payloads) > TRANSACTION_BYTES_MAX:
             raise TooLarge(f"queue {entry.schema.name!r}: stage at most {TRANSACTION_BYTES_MAX} bytes at a time")
         self._engine.check_room(sum(payload.size for payload in payloads))
-        rows = counted(payloads, entry.schema, entry.not_null)
+        rows = validate_payloads(payloads, entry.schema, entry.not_null)
         staged_id = uuid.uuid4().hex
         filled = [(count, payload) for count, payload in zip(rows, payloads, strict=True) if count]
         self._engine.staged.add(staged_id, queue_id, entry.header, filled, ttl_ms, _wall_ms())

@@ -259,7 +259,7 @@ class RemoteStore:
         response = self._send_in_session({**header, "view": view.view_id}, rows_of(keys, None), view)
         return _rows_of_response(response)[1]
 
-    def get_and_hold(self, table_id: int, keys: Binary) -> tuple[ReadView, Binary]:
+    def open_view_and_get(self, table_id: int, keys: Binary) -> tuple[ReadView, Binary]:
         response = self._send_in_session({"op": "get", "table": table_id, "hold": True}, rows_of(keys, None))
         return ReadView(response[0]["view"], response[0]["version"]), _rows_of_response(response)[1]
 

@@ -128,7 +128,7 @@ class Handlers:
         self._metrics.lookup_keys.inc(len(keys))
         if not header.get("hold"):
             return {}, rows_of(None, self._store.get(self._view(header), header["table"], keys))
-        view, values = self._store.get_and_hold(header["table"], keys)
+        view, values = self._store.open_view_and_get(header["table"], keys)
         self._sessions.hold(header["session"], view)
         return {"view": view.view_id, "version": view.version}, rows_of(None, values)
 

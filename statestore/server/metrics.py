@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shuffle.errors import CommitConflict, ShuffleError
-from shuffle.statestore.engine.commit_group import Group
+from shuffle.statestore.engine.commit_group import CommitGroup
 from shuffle.support.metrics import LABELS, Metrics
 
 if TYPE_CHECKING:
@@ -62,14 +62,14 @@ class StoreMetrics(Metrics):
         if self.registry is not None:
             self.registry.register(self)  # An object with the method ``collect`` is a collector.
 
-    def count_group(self, group: Group, sync_s: float) -> None:
+    def count_group(self, group: CommitGroup, sync_s: float) -> None:
         """Count a group of commits that have their outcomes. Called by the store's writer."""
-        refused = [outcome for outcome in group.answers if isinstance(outcome, ShuffleError)]
+        refused = [outcome for outcome in group.results if isinstance(outcome, ShuffleError)]
         conflicts = sum(isinstance(outcome, CommitConflict) for outcome in refused)
-        self.commits.inc(len(group.answers) - len(refused))
+        self.commits.inc(len(group.results) - len(refused))
         self.conflicts.inc(conflicts)
         self.refusals.inc(len(refused) - conflicts)
-        self.group_transactions.observe(len(group.answers))
+        self.group_transactions.observe(len(group.results))
         self.sync_seconds.observe(sync_s)
         self.written_rows.inc(sum(rows for rows, _ in group.table_bytes.values()))
         self.appended_rows.inc(group.appended_rows)

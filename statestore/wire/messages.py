@@ -32,7 +32,7 @@ from shuffle.errors import BadInput, TooLarge
 from shuffle.limits import KIB, SECTIONS_BYTES_MAX, TICKET_BYTES_MAX, TRANSACTION_BYTES_MAX
 from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of, no_values, nulls_in, to_array, to_list
 from shuffle.statestore.key_range import KeyRange
-from shuffle.statestore.request import Append, CommitRequest, Expect, Publish, Reads, TableWrite, Trim
+from shuffle.statestore.request import Append, CommitRequest, Precondition, Publish, ReadSet, TableWrite, Trim
 from shuffle.statestore.wire.operations import SECTIONS, check_section
 from shuffle.support.fields import parse_json, shown
 
@@ -166,7 +166,7 @@ def encode_commit(request: CommitRequest) -> tuple[list[list[Any]], Rows | None]
         if request.reads.ranges:
             begins = [key_range.begin for key_range in request.reads.ranges]
             add(["range", len(begins)], begins, [key_range.end for key_range in request.reads.ranges])
-    for expect in request.expects:
+    for expect in request.preconditions:
         add(["expect", expect.table_id, len(expect.keys)], expect.keys, expect.values)
     for write in request.writes:
         add(["write", write.table_id, len(write.keys)], write.keys, write.values)
@@ -220,7 +220,7 @@ def _joined(parts: list[Binary]) -> Binary:
 
 def decode_commit(version: int | None, sections: Any, rows: Rows | None) -> CommitRequest:
     """The commit that these sections and rows describe; ``sections`` is JSON that is not checked yet."""
-    request = CommitRequest(reads=None if version is None else Reads(version))
+    request = CommitRequest(reads=None if version is None else ReadSet(version))
     if type(sections) is not list:
         raise BadInput("a commit whose sections are not a list")
     taken = 0
@@ -259,13 +259,13 @@ def _decode_section(request: CommitRequest, section: Any, rows: Rows | None, at:
         queue_id, partition, _, producer, sequence = rest
         request.appends.append(Append(queue_id, partition, as_buffers(values), producer, sequence))
     elif kind == "expect":
-        request.expects.append(Expect(rest[0], keys, values))
+        request.preconditions.append(Precondition(rest[0], keys, values))
     else:
         request.writes.append(TableWrite(rest[0], keys, values))
     return count
 
 
-def _reads(request: CommitRequest) -> Reads:
+def _reads(request: CommitRequest) -> ReadSet:
     if request.reads is None:
         raise BadInput("a commit that names reads but not the version they were made at")
     return request.reads

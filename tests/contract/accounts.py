@@ -53,8 +53,8 @@ def write(client: StateClient, table: str, *tuples: tuple[str, int, int | None])
         return tx.commit().version
 
 
-def balances(found: pa.Table) -> list[tuple[str, int, int | None]]:
-    return [(row["owner"], row["n"], row["balance"]) for row in found.to_pylist()]
+def balances(rows: pa.Table) -> list[tuple[str, int, int | None]]:
+    return [(row["owner"], row["n"], row["balance"]) for row in rows.to_pylist()]
 
 
 def scanned(reads: Any, table: str, **options: Any) -> list[tuple[str, int, int | None]]:
@@ -65,5 +65,5 @@ def queued(queue: Queue, partition: int, begin: int = 0, **options: Any) -> list
     return queue.read(partition, begin, **options)[0]["n"].to_pylist()  # type: ignore[no-any-return]
 
 
-def open_moments(client: StateClient) -> int:
+def open_views(client: StateClient) -> int:
     return int(client.stats()["total"]["open_moments"])

@@ -99,15 +99,15 @@ def read_all(
     reader: PartitionReader, rows_max: int, token: Token = START, begin: int = 0
 ) -> list[tuple[pa.Table, Token]]:
     """Batches with the token after each, until three reads in a row find nothing."""
-    found: list[tuple[pa.Table, Token]] = []
+    batches: list[tuple[pa.Table, Token]] = []
     empty = 0
     while empty < 3:
         rows, token = reader.read(begin, begin + rows_max, token)
         begin += rows.num_rows
         empty = 0 if rows.num_rows else empty + 1
         if rows.num_rows:
-            found.append((rows, token))
-    return found
+            batches.append((rows, token))
+    return batches
 
 
 @pytest.mark.parametrize("rows_max", [1, 7, 1000])

@@ -1,4 +1,4 @@
-"""Mistakes are refused by every state store with a typed error that names the place, and the connection goes on."""
+"""Every state store refuses mistakes with a typed error that names the table and column, and stays usable."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.contract.accounts import NUMBERS, keys, new_name, numbers, rows, scan
 
 
 def refused(
-    client: StateClient, table: str, kind: type[ShuffleError], attempt: Callable[[], Any], /, **fields: Any
+    client: StateClient, table: str, error_type: type[ShuffleError], attempt: Callable[[], Any], /, **fields: Any
 ) -> ShuffleError:
-    """``attempt`` raises ``kind`` with these fields, changes nothing, and the client works afterwards."""
+    """``attempt`` raises ``error_type`` with these fields, changes nothing, and the client works afterwards."""
     before = scanned(client, table)
-    with pytest.raises(kind) as caught:
+    with pytest.raises(error_type) as caught:
         attempt()
     assert {name: caught.value.fields.get(name) for name in fields} == fields
     assert scanned(client, table) == before
@@ -109,7 +109,7 @@ def test_oversized_transaction_is_refused(client: StateClient, table: str, monke
 
 
 def test_transaction_of_very_many_parts_is_whole(client: StateClient, table: str, queue: Queue) -> None:
-    """More than fit the header of a question."""
+    """More sections than fit into the header of a request."""
     with client.transaction() as tx:
         for n in range(2_000):
             tx.write(table, rows(("a", n, n)))
@@ -160,13 +160,13 @@ def test_one_bad_commit_does_not_harm_those_it_waits_with(client: StateClient, o
 def test_what_is_no_position_is_refused_by_all(client: StateClient, table: str, queue: Queue, number: Any) -> None:
     queue.append(0, numbers(1))
     trims = (lambda: queue.trim(0, number), transact(client, lambda tx: tx.trim(queue.name, 0, number)))
-    places = (
+    partitions = (
         lambda: queue.trim(number, 0),
         lambda: queue.append(number, numbers(2)),
         transact(client, lambda tx: tx.append(queue.name, number, numbers(2))),
         transact(client, lambda tx: tx.publish(queue.name, number, "f" * 32)),
     )
-    for attempt in (*trims, *places):
+    for attempt in (*trims, *partitions):
         refused(client, table, BadInput, attempt)
     if number not in (-1, None):  # a sequence may be negative, or missing
         refused(client, table, BadInput, lambda: queue.append(0, numbers(2), producer="p", sequence=number))

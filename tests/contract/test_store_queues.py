@@ -23,10 +23,10 @@ def test_append_and_read_by_position(client: StateClient, queue: Queue) -> None:
     assert queue.bounds() == [(0, 4), (0, 1)]
     assert queue.read(0, 0)[0].to_pydict() == {"n": [10, 11, 12, 13]}
     for begin in range(5):
-        found, after = queue.read(0, begin)
-        assert (found["n"].to_pylist(), after) == ([10, 11, 12, 13][begin:], 4)
-    found, after = queue.read(0, 1, max_rows=2)
-    assert (found["n"].to_pylist(), after) == ([11, 12], 3)
+        rows, after = queue.read(0, begin)
+        assert (rows["n"].to_pylist(), after) == ([10, 11, 12, 13][begin:], 4)
+    rows, after = queue.read(0, 1, max_rows=2)
+    assert (rows["n"].to_pylist(), after) == ([11, 12], 3)
     assert queue.append(0, numbers()) == (4, 4)
     assert client.queue(queue.name).read(1, 0)[0].schema == NUMBERS
 
@@ -34,15 +34,15 @@ def test_append_and_read_by_position(client: StateClient, queue: Queue) -> None:
 def test_read_is_cut_by_size_but_always_gives_a_row(queue: Queue) -> None:
     for _ in range(4):
         queue.append(0, numbers(*range(1_000)))
-    found, after = queue.read(0, 0, max_bytes=1)
-    assert (found.num_rows, after) == (1, 1)
-    found, after = queue.read(0, 500, max_bytes=10_000)
-    assert found.nbytes <= 10_000
-    assert 500 + found.num_rows == after
+    rows, after = queue.read(0, 0, max_bytes=1)
+    assert (rows.num_rows, after) == (1, 1)
+    rows, after = queue.read(0, 500, max_bytes=10_000)
+    assert rows.nbytes <= 10_000
+    assert 500 + rows.num_rows == after
     positions, begin = [], 0
     while begin < 4_000:
-        found, after = queue.read(0, begin, max_rows=700, max_bytes=3_000)
-        positions += found["n"].to_pylist()
+        rows, after = queue.read(0, begin, max_rows=700, max_bytes=3_000)
+        positions += rows["n"].to_pylist()
         begin = after
     assert positions == list(range(1_000)) * 4
     with pytest.raises(BadInput):
@@ -90,9 +90,9 @@ def test_long_poll_returns_when_rows_come(client: StateClient, other: StateClien
         assert not polled.done()
         began_s = time.monotonic()
         writer.append(0, numbers(1, 2))
-        found, after = polled.result(WAIT_MS / 1000)
+        rows, after = polled.result(WAIT_MS / 1000)
         assert time.monotonic() - began_s < WAIT_MS / 2000
-    assert (found["n"].to_pylist(), after) == ([1, 2], 2)
+    assert (rows["n"].to_pylist(), after) == ([1, 2], 2)
 
 
 def test_long_poll_without_rows_ends_in_time(queue: Queue) -> None:
@@ -246,7 +246,7 @@ def test_concurrent_appends_share_out_the_positions(client: StateClient, other: 
         return [mine.append(0, numbers(first + i, first + i)) for i in range(25)]
 
     with ThreadPoolExecutor(4) as pool:
-        ranges = [found for part in pool.map(append, [client, other] * 2, range(0, 400, 100)) for found in part]
+        ranges = [positions for part in pool.map(append, [client, other] * 2, range(0, 400, 100)) for positions in part]
     assert sorted(ranges) == [(begin, begin + 2) for begin in range(0, 200, 2)]
     values = queued(queue, 0)
     assert values[0::2] == values[1::2]
@@ -262,7 +262,7 @@ def test_transaction_of_very_many_appends_is_answered_or_refused_before_it_happe
             tx.append(queue.name, n % 2, numbers(n))
         assert len(tx.commit().appended) == appends
     assert queue.bounds() == [(0, appends // 2)] * 2
-    one = queue.encoded(0, numbers(1), None, None)
+    one = queue.encode_append(0, numbers(1), None, None)
     with pytest.raises(TooLarge, match="appends"):
         client.store.commit(CommitRequest(appends=[one] * (TRANSACTION_APPENDS_MAX + 1)))
     assert queue.bounds() == [(0, appends // 2)] * 2

@@ -7,15 +7,15 @@ import pytest
 
 from shuffle.errors import BadInput, TableExists, UnknownTable
 from shuffle.statestore import Queue, StateClient
-from tests.contract.accounts import NUMBERS, balances, keys, new_name, numbers, open_moments, rows, scanned, write
+from tests.contract.accounts import NUMBERS, balances, keys, new_name, numbers, open_views, rows, scanned, write
 
 
 def test_table_and_queue_are_listed_and_described(client: StateClient, table: str, queue: Queue) -> None:
     assert table in [schema.name for schema in client.tables()]
     assert queue.name in [schema.name for schema in client.queues()]
-    found = client.table(table)
-    assert found.key.names == ["owner", "n"]
-    assert found.constraints == {"solvent": "balance >= 0"}
+    schema = client.table(table)
+    assert schema.key.names == ["owner", "n"]
+    assert schema.constraints == {"solvent": "balance >= 0"}
     assert (queue.schema, queue.partitions) == (NUMBERS, 2)
 
 
@@ -53,7 +53,7 @@ def test_table_made_anew_by_another_client_is_found(client: StateClient, other: 
     if client is not other:
         with pytest.raises(UnknownTable):
             write(client, table, ("b", 1, 1))
-    # The refusal has told this client that what it knew of the table is out of date.
+    # After the refusal this client has forgotten its handle of the table, which was out of date.
     write(client, table, ("b", 1, 1))
     assert scanned(client, table) == [("b", 1, 1)]
 
@@ -98,9 +98,9 @@ def test_dropping_a_table_leaves_its_neighbours_alone(client: StateClient) -> No
 
 def test_lookup_keeps_the_order_of_the_keys_and_leaves_out_missing_ones(client: StateClient, table: str) -> None:
     write(client, table, ("a", 1, 10), ("b", 2, 20), ("c", 3, None))
-    found = client.lookup(table, keys(("c", 3), ("x", 1), ("a", 1), ("a", 2), ("c", 3)))
-    assert balances(found) == [("c", 3, None), ("a", 1, 10), ("c", 3, None)]
-    assert found.schema.names == ["owner", "n", "balance", "note"]
+    existing = client.lookup(table, keys(("c", 3), ("x", 1), ("a", 1), ("a", 2), ("c", 3)))
+    assert balances(existing) == [("c", 3, None), ("a", 1, 10), ("c", 3, None)]
+    assert existing.schema.names == ["owner", "n", "balance", "note"]
     assert client.lookup(table, keys()).num_rows == 0
 
 
@@ -110,11 +110,11 @@ def test_cached_lookup_follows_the_row_and_decodes_it_only_when_it_changed(
     assert client.cached_lookup(table, ("a", 1)).num_rows == 0
     for balance in (10, 20):
         write(other, table, ("a", 1, balance), ("a", 2, 0))
-        found = client.cached_lookup(table, ("a", 1))
-        assert found == client.lookup(table, keys(("a", 1)))
-        assert balances(found) == [("a", 1, balance)]
+        row = client.cached_lookup(table, ("a", 1))
+        assert row == client.lookup(table, keys(("a", 1)))
+        assert balances(row) == [("a", 1, balance)]
         write(other, table, ("a", 1, balance), ("a", 2, 1))
-        assert client.cached_lookup(table, ["a", 1]) is found, "the same bytes were not decoded again"
+        assert client.cached_lookup(table, ["a", 1]) is row, "the same bytes were not decoded again"
     with other.transaction() as tx:
         tx.delete(table, keys(("a", 1)))
         tx.commit()
@@ -220,12 +220,12 @@ def test_snapshot_stays_as_it_was_while_writers_go_on(client: StateClient, table
 
 def test_closed_snapshots_finished_scans_and_ended_transactions_hold_nothing(client: StateClient, table: str) -> None:
     write(client, table, ("a", 1, 10))
-    held = open_moments(client)
+    held = open_views(client)
     with client.snapshot(), client.transaction() as tx:
         tx.lookup(table, keys(("a", 1)))
-        assert open_moments(client) == held + 2
+        assert open_views(client) == held + 2
     scanned(client, table)
     with client.transaction() as tx:
         scanned(tx, table)
         tx.commit()
-    assert open_moments(client) == held
+    assert open_views(client) == held

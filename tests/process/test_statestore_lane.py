@@ -33,7 +33,7 @@ from shuffle.errors import (
 )
 from shuffle.statestore import StateClient
 from shuffle.statestore.codec.segment import decode_batch, split_records
-from shuffle.statestore.codec.small_batch import FEW_ROWS
+from shuffle.statestore.codec.small_batch import SMALL_BATCH_ROWS_MAX
 from shuffle.statestore.codec.sorted_table import Table
 from shuffle.statestore.engine.engine import RECORDS_MAX
 from shuffle.statestore.remote import lane_client
@@ -185,10 +185,10 @@ def test_client_that_hangs_up_in_a_question_or_before_its_answer_is_forgotten(da
 def large_question(client: StateClient) -> bytes:
     """One whose answer is nearly as large as an answer of the lane may be, and larger than a socket has room for."""
     client.create_table("t", key=NUMBERS, value=pa.schema([("v", pa.binary())]))
-    for n in range(FEW_ROWS):
+    for n in range(SMALL_BATCH_ROWS_MAX):
         put(client, n, bytes(60_000))
     table = Table(next(schema for schema in client.tables() if schema.name == "t"))
-    keys = table.encode_keys(numbers(*range(FEW_ROWS)))[1]
+    keys = table.encode_keys(numbers(*range(SMALL_BATCH_ROWS_MAX)))[1]
     return encode_frame({"op": "get", "table": table.table_id}, rows_of(keys, None))
 
 

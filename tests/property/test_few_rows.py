@@ -1,4 +1,4 @@
-"""A few rows, encoded one by one, give the very bytes that whole columns do."""
+"""A small batch, encoded row by row, gives the same bytes as whole columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
 from shuffle.statestore.codec.arrow_bytes import to_list, with_prefix
 from shuffle.statestore.codec.keys import KeyCodec
 from shuffle.statestore.codec.schema import TableSchema
-from shuffle.statestore.codec.small_batch import FEW_ROWS, SmallKeyCodec, SmallValueCodec
+from shuffle.statestore.codec.small_batch import SMALL_BATCH_ROWS_MAX, SmallKeyCodec, SmallValueCodec
 from shuffle.statestore.codec.sorted_table import Table
 from shuffle.statestore.codec.values import RowCodec
 from tests.property.test_key_order import KINDS as KEY_KINDS
@@ -23,17 +23,17 @@ from tests.property.test_row_codec import KINDS as VALUE_KINDS
 
 
 @st.composite
-def batches(draw: st.DrawFn, kinds: list[tuple[pa.DataType, st.SearchStrategy[object]]], nulls: bool) -> pa.RecordBatch:
+def batches(draw: st.DrawFn, types: list[tuple[pa.DataType, st.SearchStrategy[object]]], nulls: bool) -> pa.RecordBatch:
     """A slice of a batch: what lies before and behind it must not show."""
-    columns = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=10))
-    count, skipped = draw(st.integers(0, FEW_ROWS)), draw(st.integers(0, 9))
-    schema = pa.schema([(f"c{index}", kind) for index, (kind, _) in enumerate(columns)])
+    columns = draw(st.lists(st.sampled_from(types), min_size=1, max_size=10))
+    count, skipped = draw(st.integers(0, SMALL_BATCH_ROWS_MAX)), draw(st.integers(0, 9))
+    schema = pa.schema([(f"c{index}", data_type) for index, (data_type, _) in enumerate(columns)])
     arrays = []
-    for kind, values in columns:
+    for data_type, values in columns:
         drawn = draw(
             st.lists(values | st.none() if nulls else values, min_size=count + skipped, max_size=count + skipped)
         )
-        arrays.append(pa.array(drawn, kind))
+        arrays.append(pa.array(drawn, data_type))
     return pa.RecordBatch.from_arrays(arrays, schema=schema).slice(skipped)
 
 
@@ -73,7 +73,7 @@ def test_rows_are_encoded_alike_whatever_their_number() -> None:
         "t", pa.schema([("s", pa.string()), ("n", pa.int32())]), pa.schema([("v", pa.float64()), ("b", pa.bool_())])
     )
     table, chance = Table(schema), random.Random(1)
-    count = 3 * FEW_ROWS
+    count = 3 * SMALL_BATCH_ROWS_MAX
     rows = pa.table(
         {
             "s": ["a\0" * (row % 3) for row in range(count)],
@@ -83,11 +83,11 @@ def test_rows_are_encoded_alike_whatever_their_number() -> None:
         }
     )
     keys, values = (to_list(column) for column in table.encode_rows(rows))
-    for begin in range(0, count, FEW_ROWS - 1):
-        some_keys, some_values = table.encode_rows(rows.slice(begin, FEW_ROWS - 1))
+    for begin in range(0, count, SMALL_BATCH_ROWS_MAX - 1):
+        some_keys, some_values = table.encode_rows(rows.slice(begin, SMALL_BATCH_ROWS_MAX - 1))
         assert isinstance(some_keys, list)
-        assert some_keys == keys[begin : begin + FEW_ROWS - 1]
-        assert some_values == values[begin : begin + FEW_ROWS - 1]
+        assert some_keys == keys[begin : begin + SMALL_BATCH_ROWS_MAX - 1]
+        assert some_values == values[begin : begin + SMALL_BATCH_ROWS_MAX - 1]
         assert table.encode_keys(rows.select(["s", "n"]).slice(begin, 2))[1] == keys[begin : begin + 2]
 
 

@@ -101,10 +101,10 @@ def test_prefix_range_holds_exactly_the_keys_with_these_leading_values(
     if not rows:
         return
     width = data.draw(st.integers(0, len(schema)))
-    wanted = data.draw(st.sampled_from(rows))[:width]
+    leading = data.draw(st.sampled_from(rows))[:width]
     codec = KeyCodec("t", schema)
-    begin, end = codec.prefix_range(wanted)
-    target = [comparable(value) for value in wanted]
+    begin, end = codec.prefix_range(leading)
+    target = [comparable(value) for value in leading]
     for row, key in zip(rows, codec.encode_columns(batch_of(schema, rows).columns).to_pylist(), strict=True):
         inside = begin <= key and (end is None or key < end)
         assert inside == ([comparable(value) for value in row[:width]] == target)

@@ -26,25 +26,25 @@ def binary(*values: bytes) -> pa.BinaryArray:
     return pa.array(values, pa.binary())
 
 
-def keys_are_right(schema: pa.Schema, *keys: bytes) -> bool:
-    """By whole columns and one by one, which have to agree."""
+def keys_are_valid(schema: pa.Schema, *keys: bytes) -> bool:
+    """Says whether the keys are valid. The codecs for whole columns and for small batches have to agree."""
     try:
         KeyCodec("t", schema).check(binary(*keys), len(PREFIX))
-        found = True
+        valid = True
     except CorruptData:
-        found = False
-    assert SmallKeyCodec(schema).are_right(keys, len(PREFIX)) == found
-    return found
+        valid = False
+    assert SmallKeyCodec(schema).are_valid(keys, len(PREFIX)) == valid
+    return valid
 
 
-def values_are_right(schema: pa.Schema, *values: bytes) -> bool:
+def values_are_valid(schema: pa.Schema, *values: bytes) -> bool:
     try:
         RowCodec("t", schema).check(binary(*values))
-        found = True
+        valid = True
     except CorruptData:
-        found = False
-    assert SmallValueCodec(schema).are_right(values) == found
-    return found
+        valid = False
+    assert SmallValueCodec(schema).are_valid(values) == valid
+    return valid
 
 
 @st.composite
@@ -61,13 +61,13 @@ def damage(draw: st.DrawFn, data: bytes) -> bytes:
 
 @given(batches(KEY_KINDS, nulls=False), st.data())
 @settings(max_examples=300, deadline=None)
-def test_keys_are_right_exactly_if_they_are_those_of_rows(batch: pa.RecordBatch, data: st.DataObject) -> None:
+def test_keys_are_valid_exactly_if_they_are_those_of_rows(batch: pa.RecordBatch, data: st.DataObject) -> None:
     codec = KeyCodec("t", batch.schema)
     keys = with_prefix(codec.encode_columns(batch.columns), PREFIX).to_pylist()
-    assert keys_are_right(batch.schema, *keys)
+    assert keys_are_valid(batch.schema, *keys)
     assume(keys)
     damaged = PREFIX + data.draw(damage(keys[0][len(PREFIX) :]))
-    if keys_are_right(batch.schema, damaged, *keys[1:]):
+    if keys_are_valid(batch.schema, damaged, *keys[1:]):
         columns = codec.decode(binary(damaged), skip_bytes=len(PREFIX))
         assert all(fits_precision(column) for column in columns if pa.types.is_decimal128(column.type))
         assert codec.encode_columns(columns).to_pylist() == [damaged[len(PREFIX) :]]
@@ -75,13 +75,13 @@ def test_keys_are_right_exactly_if_they_are_those_of_rows(batch: pa.RecordBatch,
 
 @given(batches(VALUE_KINDS, nulls=True), st.data())
 @settings(max_examples=300, deadline=None)
-def test_values_are_right_exactly_if_they_are_those_of_rows(batch: pa.RecordBatch, data: st.DataObject) -> None:
+def test_values_are_valid_exactly_if_they_are_those_of_rows(batch: pa.RecordBatch, data: st.DataObject) -> None:
     codec = RowCodec("t", batch.schema)
     values = codec.encode_columns(batch.columns, batch.num_rows).to_pylist()
-    assert values_are_right(batch.schema, *values)
+    assert values_are_valid(batch.schema, *values)
     assume(values)
     damaged = data.draw(damage(values[0]))
-    if values_are_right(batch.schema, damaged, *values[1:]):
+    if values_are_valid(batch.schema, damaged, *values[1:]):
         assert codec.encode_columns(codec.decode(binary(damaged)), 1).to_pylist() == [damaged]
 
 
@@ -99,8 +99,8 @@ def test_values_are_right_exactly_if_they_are_those_of_rows(batch: pa.RecordBatc
     ],
 )
 def test_another_form_of_a_key_is_none(kind: pa.DataType, key: bytes) -> None:
-    """Two keys of one row would both be there, and each be found by half of those who look for it."""
-    assert not keys_are_right(pa.schema([("k", kind)]), PREFIX + key)
+    """A row could be stored under two keys, and a lookup would find only one of them."""
+    assert not keys_are_valid(pa.schema([("k", kind)]), PREFIX + key)
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,14 @@ def test_another_form_of_a_key_is_none(kind: pa.DataType, key: bytes) -> None:
 )
 def test_string_inside_a_key_that_is_not_escaped_is_none(key: bytes) -> None:
     schema = pa.schema([("s", pa.string()), ("n", pa.int64())])
-    assert keys_are_right(schema, PREFIX + b"a\0\xffb\0\1" + bytes(8))
-    assert not keys_are_right(schema, PREFIX + key)
+    assert keys_are_valid(schema, PREFIX + b"a\0\xffb\0\1" + bytes(8))
+    assert not keys_are_valid(schema, PREFIX + key)
 
 
 def test_value_says_null_only_where_there_may_be_one() -> None:
     schema = pa.schema([pa.field("a", pa.int64(), nullable=False), ("b", pa.string())])
     right = b"\x02" + struct.pack("<q", 7) + bytes(4)
-    assert values_are_right(schema, right)
+    assert values_are_valid(schema, right)
     for wrong in (
         b"\x01" + bytes(12),
         b"\x04" + right[1:],
@@ -123,9 +123,9 @@ def test_value_says_null_only_where_there_may_be_one() -> None:
         b"",
         right + b"x",
     ):
-        assert not values_are_right(schema, wrong)
-    assert values_are_right(pa.schema([]), b"", b"")
-    assert not values_are_right(pa.schema([]), b"x")
+        assert not values_are_valid(schema, wrong)
+    assert values_are_valid(pa.schema([]), b"", b"")
+    assert not values_are_valid(pa.schema([]), b"x")
 
 
 def test_rows_of_a_slice_with_deletes_among_them_are_looked_at() -> None:
@@ -133,10 +133,10 @@ def test_rows_of_a_slice_with_deletes_among_them_are_looked_at() -> None:
     key = [entry.prefix + struct.pack(">Q", n) for n in range(40)]
     value = b"\0" + struct.pack("<I", 2) + b"ab"
     values = [None if n % 3 == 0 else value for n in range(40)]
-    entry.checked(TableWrite(1, pa.array(key, pa.binary())[3:], pa.array(values, pa.binary())[3:]))
+    entry.check_write(TableWrite(1, pa.array(key, pa.binary())[3:], pa.array(values, pa.binary())[3:]))
     values[20] = value + b"c"
     for cut in (slice(3, None), slice(20, 21)):
         with pytest.raises(BadInput, match="not a row of this table"):
-            entry.checked(TableWrite(1, key[cut], values[cut]))
+            entry.check_write(TableWrite(1, key[cut], values[cut]))
         with pytest.raises(BadInput, match="not a row of this table"):
-            entry.checked(TableWrite(1, pa.array(key[cut], pa.binary()), pa.array(values[cut], pa.binary())))
+            entry.check_write(TableWrite(1, pa.array(key[cut], pa.binary()), pa.array(values[cut], pa.binary())))

@@ -87,7 +87,7 @@ def _of_schema(make: Callable[[Any], Any], schema: Any) -> Any:
 
 
 def _remember_tables() -> None:
-    encode_keys, encode_rows, found_rows = Table.encode_keys, Table.encode_rows, Table.found_rows
+    encode_keys, encode_rows, decode_lookup = Table.encode_keys, Table.encode_rows, Table.decode_lookup
 
     def keys_encoded(self: Table, keys: Any) -> Any:
         if id(keys) not in _known:
@@ -108,15 +108,15 @@ def _remember_tables() -> None:
 
     def rows_found(self: Table, keys: pa.RecordBatch, values: Any) -> Any:
         if id(keys) not in _known:
-            return found_rows(self, keys, values)
-        at = (found_rows, id(self), id(keys), *(values if isinstance(values, list) else values.to_pylist()))
+            return decode_lookup(self, keys, values)
+        at = (decode_lookup, id(self), id(keys), *(values if isinstance(values, list) else values.to_pylist()))
         found = _kept.get(at)
         if found is not None:
             return found[0]
-        result = found_rows(self, keys, values)
+        result = decode_lookup(self, keys, values)
         return _remember(at, result, (self, keys), rows=result)
 
-    Table.encode_keys, Table.encode_rows, Table.found_rows = keys_encoded, rows_encoded, rows_found  # type: ignore[method-assign]
+    Table.encode_keys, Table.encode_rows, Table.decode_lookup = keys_encoded, rows_encoded, rows_found  # type: ignore[method-assign]
 
 
 def _remember_states() -> None:

@@ -91,7 +91,7 @@ def blind_retry_after_unknown(patch: Any) -> None:
             request = reduced.transaction._request if reduced.transaction is not None else None
             if request is None:
                 raise
-            request.reads, request.expects = None, []
+            request.reads, request.preconditions = None, []
             self._client._store.commit(request)
 
     patch(_Committer, "commit", commit)
@@ -142,9 +142,9 @@ _get_expecting = _Transaction._get_through
 
 
 def _get_without_expecting(self: Any, cache: Any, table: Any, keys: Any) -> Any:
-    expected = len(self._request.expects)
+    expected = len(self._request.preconditions)
     values = _get_expecting(self, cache, table, keys)
-    del self._request.expects[expected:]
+    del self._request.preconditions[expected:]
     return values
 
 

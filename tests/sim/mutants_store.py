@@ -192,7 +192,7 @@ def unknown_told_as_refused(patch: Any) -> None:
     """After a failed sync the store says that nothing happened, and goes on."""
 
     def finish_failed(self: Any, waiting: Any, group: Any, error: Any) -> None:
-        for pending, answer in zip(waiting, group.answers, strict=True):
+        for pending, answer in zip(waiting, group.results, strict=True):
             pending.finish(answer if isinstance(answer, _ShuffleError) else error)
 
     patch(_LocalStore, "_finish_failed", finish_failed)

@@ -190,7 +190,7 @@ def _watch_store() -> None:
     def prepared(mark: Any, engine: Any, args: Any, result: Any, error: Any) -> None:
         if error is not None:
             return
-        answers = result[1].answers
+        answers = result[1].results
         if len(answers) > 1:
             mark("several commits in one group")
         for answer in answers:

@@ -210,13 +210,13 @@ class SimStore:
 
         return self._in_session("get_at", handler, view)
 
-    def get_and_hold(self, table_id: int, keys: Binary) -> tuple[ReadView, Binary]:
+    def open_view_and_get(self, table_id: int, keys: Binary) -> tuple[ReadView, Binary]:
         def handler(store: Any, held: SessionRegistry, session_id: int) -> tuple[ReadView, Binary]:
-            view, values = store.get_and_hold(table_id, keys)
+            view, values = store.open_view_and_get(table_id, keys)
             held.hold(session_id, view)
             return view, values
 
-        return self._in_session("get_and_hold", handler, None)  # type: ignore[no-any-return]
+        return self._in_session("open_view_and_get", handler, None)  # type: ignore[no-any-return]
 
     def scan(
         self, view: ReadView | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool

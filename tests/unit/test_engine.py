@@ -29,9 +29,9 @@ from shuffle.statestore.request import (
     Committed,
     CreateTable,
     Drop,
-    Expect,
+    Precondition,
     Publish,
-    Reads,
+    ReadSet,
     TableWrite,
     Trim,
 )
@@ -42,14 +42,14 @@ def test_commits_of_one_group_are_checked_in_order(opened: Callable[..., Store])
     store = opened()
     table, _ = store.create()
     version = store.engine.version
-    first = CommitRequest(Reads(version, [key(table, 1)]), [write(table, {1: 10})])
-    late = CommitRequest(Reads(version, [key(table, 1)]), [write(table, {1: 20, 2: 20})])
-    phantom = CommitRequest(Reads(version, ranges=[KeyRange(b"", None)]), [write(table, {3: 30})])
+    first = CommitRequest(ReadSet(version, [key(table, 1)]), [write(table, {1: 10})])
+    late = CommitRequest(ReadSet(version, [key(table, 1)]), [write(table, {1: 20, 2: 20})])
+    phantom = CommitRequest(ReadSet(version, ranges=[KeyRange(b"", None)]), [write(table, {3: 30})])
     blind = CommitRequest(writes=[write(table, {1: 40})])
-    reader = CommitRequest(Reads(version + 2, [key(table, 1)]))
-    answers = [*store.group(first, late, phantom, blind), *store.group(reader)]
-    assert [type(answer) for answer in answers] == [Committed, CommitConflict, CommitConflict, Committed, Committed]
-    assert [answers[0].version, answers[3].version] == [version + 1, version + 2]
+    reader = CommitRequest(ReadSet(version + 2, [key(table, 1)]))
+    results = [*store.group(first, late, phantom, blind), *store.group(reader)]
+    assert [type(result) for result in results] == [Committed, CommitConflict, CommitConflict, Committed, Committed]
+    assert [results[0].version, results[3].version] == [version + 1, version + 2]
     assert store.rows() == {1: 40}
 
 
@@ -59,26 +59,26 @@ def test_expected_rows_are_those_of_the_commits_before_it_in_the_group(opened: C
     store.commit(CommitRequest(writes=[write(table, {1: 10, 2: 10})]))
 
     def expecting(expected: dict[int, int], **changes: Any) -> CommitRequest:
-        wanted = write(table, expected)
-        return CommitRequest(expects=[Expect(table.table_id, wanted.keys, wanted.values)], **changes)
+        rows = write(table, expected)
+        return CommitRequest(preconditions=[Precondition(table.table_id, rows.keys, rows.values)], **changes)
 
-    absent = Expect(table.table_id, key(table, 1), pa.nulls(1, pa.binary()))
+    absent = Precondition(table.table_id, key(table, 1), pa.nulls(1, pa.binary()))
     delete = TableWrite(table.table_id, key(table, 1), pa.nulls(1, pa.binary()))
-    answers = store.group(
-        CommitRequest(expects=[absent], writes=[write(table, {5: 50})]),
+    results = store.group(
+        CommitRequest(preconditions=[absent], writes=[write(table, {5: 50})]),
         expecting({1: 10, 2: 10}, writes=[write(table, {1: 20})]),
         expecting({1: 10}, writes=[write(table, {5: 50})]),
         expecting({1: 20}, writes=[delete]),
         expecting({1: 20}),
-        CommitRequest(expects=[absent], writes=[write(table, {3: 30})]),
+        CommitRequest(preconditions=[absent], writes=[write(table, {3: 30})]),
         expecting({2: 10, 3: 30}),
-        CommitRequest(expects=[Expect(99, key(table, 1), key(table, 1))]),
-        CommitRequest(expects=[Expect(table.table_id, pa.array([b"x"], pa.binary()), key(table, 1))]),
+        CommitRequest(preconditions=[Precondition(99, key(table, 1), key(table, 1))]),
+        CommitRequest(preconditions=[Precondition(table.table_id, pa.array([b"x"], pa.binary()), key(table, 1))]),
     )
-    refused = [index for index, answer in enumerate(answers) if isinstance(answer, CommitConflict)]
+    refused = [index for index, result in enumerate(results) if isinstance(result, CommitConflict)]
     assert refused == [0, 2, 4]
-    assert isinstance(answers[7], UnknownTable)
-    assert isinstance(answers[8], BadInput)
+    assert isinstance(results[7], UnknownTable)
+    assert isinstance(results[8], BadInput)
     assert store.rows() == {2: 10, 3: 30}
 
 
@@ -127,12 +127,12 @@ def test_no_room_refuses_what_grows_and_lets_rows_be_removed(opened: Callable[..
     store.commit(CommitRequest(writes=[write(table, {1: 1})], appends=[Append(queue_id, 0, [payload(1)])]))
     store.disk.free = engine_module.DISK_RESERVE_BYTES
     deletion = TableWrite(table.table_id, key(table, 1), pa.nulls(1, pa.binary()))
-    answers = store.group(
+    results = store.group(
         CommitRequest(writes=[write(table, {2: 2})]),
         append(queue_id, 0, 2),
         CommitRequest(writes=[deletion], trims=[Trim(queue_id, 0, 1)]),
     )
-    assert [type(answer) for answer in answers] == [DiskFull, DiskFull, Committed]
+    assert [type(result) for result in results] == [DiskFull, DiskFull, Committed]
     assert store.rows() == {}
     assert store.engine.bounds(queue_id)[0] == (1, 1)
     with pytest.raises(DiskFull, match="free some room"):
@@ -169,8 +169,8 @@ def bad_requests(table: Table, queue_id: int) -> list[CommitRequest]:
         CommitRequest(writes=[TableWrite(table.table_id, good, pa.array([], pa.binary()))]),
         CommitRequest(writes=[TableWrite(table.table_id, good, pa.array([b"no row"], pa.binary()))]),
         CommitRequest(writes=[TableWrite([], good, one)]),  # type: ignore[arg-type]
-        CommitRequest(Reads("x", [good])),  # type: ignore[arg-type]
-        CommitRequest(Reads(0, [], [KeyRange(None, None)])),  # type: ignore[arg-type]
+        CommitRequest(ReadSet("x", [good])),  # type: ignore[arg-type]
+        CommitRequest(ReadSet(0, [], [KeyRange(None, None)])),  # type: ignore[arg-type]
         CommitRequest(appends=[Append(queue_id, 0, [pa.py_buffer(b"not a batch")])]),
         CommitRequest(appends=[Append(queue_id, 0, [payload(1)], "p", "1")]),  # type: ignore[arg-type]
         CommitRequest(appends=[Append(queue_id, 0, [payload(1)], "p", 2**63)]),
@@ -188,9 +188,9 @@ def test_commits_that_make_no_sense_are_refused_each_for_itself(opened: Callable
     store.commit(CommitRequest(writes=[write(table, {7: 7})]))
     bad = bad_requests(table, queue_id)
     good = CommitRequest(writes=[write(table, {8: 8})])
-    answers = store.group(*bad, good)
-    assert [index for index, answer in enumerate(answers[:-1]) if not isinstance(answer, ShuffleError)] == []
-    assert isinstance(answers[-1], Committed)
+    results = store.group(*bad, good)
+    assert [index for index, result in enumerate(results[:-1]) if not isinstance(result, ShuffleError)] == []
+    assert isinstance(results[-1], Committed)
     assert store.rows() == {7: 7, 8: 8}
     assert store.engine.bounds(queue_id) == [(0, 0), (0, 0)]
 
@@ -213,7 +213,7 @@ def test_sizes_are_bounded(opened: Callable[..., Store], monkeypatch: pytest.Mon
 def test_reads_too_old_to_be_checked_are_refused(opened: Callable[..., Store]) -> None:
     store = opened()
     table, _ = store.create()
-    stale = CommitRequest(Reads(store.engine.version, [key(table, 99)]), [write(table, {9: 9})])
+    stale = CommitRequest(ReadSet(store.engine.version, [key(table, 99)]), [write(table, {9: 9})])
     store.commit(CommitRequest(writes=[write(table, {1: 1})]))
     store.oldest_version = store.engine.version
     with pytest.raises(CommitConflict, match="remembered"):
@@ -249,11 +249,11 @@ def test_bad_input_of_the_catalogue_is_refused(opened: Callable[..., Store]) -> 
         store.commit(CommitRequest(catalogue=Drop("table", "q")))
 
 
-@pytest.mark.parametrize("method", ["_checked_size", "_add_append"])
+@pytest.mark.parametrize("method", ["_check_size", "_add_append"])
 def test_commit_that_cannot_be_prepared_is_refused_alone(
     opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Whatever is raised while one commit is looked at, or is half in the group, is the answer to that one."""
+    """An error while one commit is checked or added to the group is the result of that commit alone."""
     store = opened()
     table, queue_id = store.create()
     store.stage(queue_id, "beef", 5, 6)
@@ -268,12 +268,12 @@ def test_commit_that_cannot_be_prepared_is_refused_alone(
 
     monkeypatch.setattr(Engine, method, failing)
     first, last = (CommitRequest(writes=[write(table, {n: 7})]) for n in (1, 2))
-    answers = store.group(first, CommitRequest(appends=[Publish(queue_id, 0, "beef")]), bad, last)
-    assert [type(answer) for answer in answers] == [Committed, Committed, StoreError, Committed]
-    assert [answer.version - before for answer in answers if isinstance(answer, Committed)] == [1, 2, 3]
-    assert isinstance(answers[2], StoreError)
-    assert "ZeroDivisionError: a mistake" in answers[2].message
-    store.commit(CommitRequest(Reads(before, [key(table, 9)]), [write(table, {3: 7})]))
+    results = store.group(first, CommitRequest(appends=[Publish(queue_id, 0, "beef")]), bad, last)
+    assert [type(result) for result in results] == [Committed, Committed, StoreError, Committed]
+    assert [result.version - before for result in results if isinstance(result, Committed)] == [1, 2, 3]
+    assert isinstance(results[2], StoreError)
+    assert "ZeroDivisionError: a mistake" in results[2].message
+    store.commit(CommitRequest(ReadSet(before, [key(table, 9)]), [write(table, {3: 7})]))
     for again in (False, True):
         store = opened(store) if again else store
         assert store.rows() == {1: 7, 2: 7, 3: 7}
@@ -287,5 +287,5 @@ def test_commit_that_read_in_the_future_is_refused(opened: Callable[..., Store])
     store.commit(CommitRequest(writes=[write(table, {1: 1})]))
     for version in (store.engine.version + 1, 2**62):
         with pytest.raises(BadInput, match="has not been yet"):
-            store.commit(CommitRequest(Reads(version, [key(table, 1)]), [write(table, {1: 2})]))
+            store.commit(CommitRequest(ReadSet(version, [key(table, 1)]), [write(table, {1: 2})]))
     assert store.rows() == {1: 1}

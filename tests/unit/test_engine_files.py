@@ -21,8 +21,8 @@ def test_appends_of_one_group_follow_each_other(opened: Callable[..., Store]) ->
     store = opened()
     _, queue_id = store.create()
     once = CommitRequest(appends=[Append(queue_id, 0, [payload(3)], "p", 1)])
-    answers = store.group(append(queue_id, 0, 1, 2), once, once, append(queue_id, 1, 9))
-    assert [answer.appended[0] for answer in answers if isinstance(answer, Committed)] == [
+    results = store.group(append(queue_id, 0, 1, 2), once, once, append(queue_id, 1, 9))
+    assert [result.appended[0] for result in results if isinstance(result, Committed)] == [
         (0, 2),
         (2, 3),
         (2, 3),

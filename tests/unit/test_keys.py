@@ -151,12 +151,12 @@ def test_partial_string_range_holds_exactly_the_strings_that_begin_so(schema: pa
     for prefix in ("", "a", "a\0", "aa", "\0", "zz"):
         given = {"name": prefix} | ({"number": 1} if schema is IS else {})
         begin, end = KeyCodec("t", schema).prefix_range(given, partial=True)
-        found = [
+        matching = [
             s
             for s, key in zip(strings, encoded(schema, *rows), strict=True)
             if begin <= key and (end is None or key < end)
         ]
-        assert found == [text for text in strings if text.startswith(prefix)]
+        assert matching == [text for text in strings if text.startswith(prefix)]
 
 
 @pytest.mark.parametrize(

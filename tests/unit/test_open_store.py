@@ -34,10 +34,10 @@ class Depot:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.asked: list[tuple[str, OpenOptions]] = []
+        self.opened: list[tuple[str, OpenOptions]] = []
 
     def open(self, address: str, options: OpenOptions) -> Store:
-        self.asked.append((address, options))
+        self.opened.append((address, options))
         return LocalStore(self.folder / address.removeprefix("depot://"))
 
     def fits(self, address: str) -> bool:
@@ -47,9 +47,9 @@ class Depot:
 @pytest.fixture
 def depot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Depot:
     monkeypatch.setattr(stores, "_schemes", dict(stores._schemes))
-    found = Depot(tmp_path / "depot")
-    register_scheme(Scheme("depot", "depot://name", found.open, found.fits))
-    return found
+    registered = Depot(tmp_path / "depot")
+    register_scheme(Scheme("depot", "depot://name", registered.open, registered.fits))
+    return registered
 
 
 @pytest.mark.parametrize("form", ["{}", "file://{}", "file:{}", "file://localhost{}"])
@@ -85,7 +85,7 @@ def test_scheme_of_somebody_else_is_used_through_the_client(depot: Depot) -> Non
             tx.commit()
     with StateClient.connect("depot://one", local_files=False) as client:
         assert client.scan("t").read_all().to_pylist() == [{"n": 1, "v": "x"}]
-    assert depot.asked == [("depot://one", OpenOptions(3.0)), ("depot://one", OpenOptions(None, False))]
+    assert depot.opened == [("depot://one", OpenOptions(3.0)), ("depot://one", OpenOptions(None, False))]
 
 
 def test_scheme_of_somebody_else_is_used_by_specs_commands_and_spark(

@@ -173,8 +173,8 @@ def test_producer_gets_its_old_answer_within_what_is_remembered() -> None:
         plan.remember("p", sequence, plan.end - 1, plan.end)
         assert plan.repeated("p", sequence) == (sequence, sequence + 1), "in the same group already"
         rows.commit(plan)
-    for found in (partition, rows.reopened()):
-        plan = rows.plan(found)
+    for current in (partition, rows.reopened()):
+        plan = rows.plan(current)
         assert plan.repeated("p", 3) == (3, 4)
         assert plan.repeated("p", 100) is None
         assert plan.repeated("other", 0) is None

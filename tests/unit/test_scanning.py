@@ -8,30 +8,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shuffle.statestore.client import scan
-from shuffle.statestore.client.scan import Chunk, FetchChunk, overlaid, scan_chunks, split_ranges
+from shuffle.statestore.client.scan import Chunk, FetchChunk, overlay_writes, scan_chunks, split_ranges
 from shuffle.statestore.key_range import KeyRange
 
 KEYS = st.binary(max_size=2)
 
 
-def fetch_from(stored: dict[bytes, bytes], reverse: bool, asked: list[int] | None = None) -> FetchChunk:
+def fetch_from(stored: dict[bytes, bytes], reverse: bool, requested: list[int] | None = None) -> FetchChunk:
     def fetch(begin: bytes, end: bytes | None, rows_max: int) -> Chunk:
-        if asked is not None:
-            asked.append(rows_max)
-        wanted = KeyRange(begin, end)
-        keys = sorted((key for key in stored if wanted.contains(key)), reverse=reverse)[:rows_max]
+        if requested is not None:
+            requested.append(rows_max)
+        key_range = KeyRange(begin, end)
+        keys = sorted((key for key in stored if key_range.contains(key)), reverse=reverse)[:rows_max]
         return pa.array(keys, pa.binary()), pa.array([stored[key] for key in keys], pa.binary())
 
     return fetch
 
 
 def scanned(
-    fetch: FetchChunk, wanted: KeyRange, limit: int | None, reverse: bool
+    fetch: FetchChunk, key_range: KeyRange, limit: int | None, reverse: bool
 ) -> tuple[list[tuple[bytes, bytes]], list[KeyRange]]:
     seen: list[KeyRange] = []
     pairs = [
         pair
-        for keys, values in scan_chunks(fetch, wanted, limit, reverse, seen.append)
+        for keys, values in scan_chunks(fetch, key_range, limit, reverse, seen.append)
         for pair in zip(keys.to_pylist(), values.to_pylist(), strict=True)
     ]
     return pairs, seen
@@ -40,16 +40,16 @@ def scanned(
 @pytest.mark.parametrize("reverse", [False, True])
 def test_first_chunk_is_small_and_no_chunk_exceeds_the_limit(reverse: bool) -> None:
     stored = {b"%05d" % n: b"" for n in range(20_000)}
-    asked: list[int] = []
-    pairs, _ = scanned(fetch_from(stored, reverse, asked), KeyRange(b"", None), 18_000, reverse)
+    requested: list[int] = []
+    pairs, _ = scanned(fetch_from(stored, reverse, requested), KeyRange(b"", None), 18_000, reverse)
     assert [key for key, _ in pairs] == sorted(stored, reverse=reverse)[:18_000]
-    assert asked == [scan.FIRST_SCAN_ROWS, scan.SCAN_ROWS_MAX, 18_000 - 1_024 - 16_384]
+    assert requested == [scan.FIRST_SCAN_ROWS, scan.SCAN_ROWS_MAX, 18_000 - 1_024 - 16_384]
 
 
 def test_limit_of_nothing_asks_nothing() -> None:
-    asked: list[int] = []
-    assert scanned(fetch_from({b"a": b""}, False, asked), KeyRange(b"", None), 0, False) == ([], [])
-    assert asked == []
+    requested: list[int] = []
+    assert scanned(fetch_from({b"a": b""}, False, requested), KeyRange(b"", None), 0, False) == ([], [])
+    assert requested == []
 
 
 @given(
@@ -73,17 +73,19 @@ def test_own_writes_lie_over_what_is_stored(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scan, "FIRST_SCAN_ROWS", chunk)
         patch.setattr(scan, "SCAN_ROWS_MAX", chunk + 1)
-        fetch = overlaid(fetch_from(stored, reverse), written, reverse) if written else fetch_from(stored, reverse)
+        fetch = (
+            overlay_writes(fetch_from(stored, reverse), written, reverse) if written else fetch_from(stored, reverse)
+        )
         pairs, seen = scanned(fetch, KeyRange(begin, end), limit, reverse)
     both = {**stored, **written}
-    wanted = KeyRange(begin, end)
+    key_range = KeyRange(begin, end)
     expected = sorted(
-        ((key, value) for key, value in both.items() if value is not None and wanted.contains(key)), reverse=reverse
+        ((key, value) for key, value in both.items() if value is not None and key_range.contains(key)), reverse=reverse
     )
     assert pairs == expected[:limit]
     # What was read is remembered: a key inserted between two rows that came out would have been seen.
     if limit is None or limit > len(expected):
-        assert all(any(part.contains(key) for part in seen) for key in [*stored, *written] if wanted.contains(key))
+        assert all(any(part.contains(key) for part in seen) for key in [*stored, *written] if key_range.contains(key))
     elif limit:
         last = pairs[-1][0]
         between = KeyRange(last, end) if reverse else KeyRange(begin, last + b"\0")
@@ -99,6 +101,6 @@ def test_pieces_of_a_table_have_all_of_its_rows_once(stored: set[bytes], parts: 
         return fetch_from(rows, backwards)(begin, end, 1)[0]
 
     pieces = split_ranges(find, [KeyRange(b"", None)], parts)
-    found = [sorted(key for key in stored if piece.contains(key)) for piece in pieces]
-    assert [key for piece in found for key in piece] == sorted(stored)
-    assert all(found)
+    keys_by_piece = [sorted(key for key in stored if piece.contains(key)) for piece in pieces]
+    assert [key for piece in keys_by_piece for key in piece] == sorted(stored)
+    assert all(keys_by_piece)

@@ -12,7 +12,7 @@ import pytest
 from shuffle.errors import BadInput, CorruptData, NullKey, SchemaMismatch, ShuffleError, TooLarge
 from shuffle.statestore.codec.arrow_bytes import to_list
 from shuffle.statestore.codec.schema import COLUMNS_MAX, PARTITIONS_MAX, QueueSchema, TableSchema, conform
-from shuffle.statestore.codec.small_batch import FEW_ROWS
+from shuffle.statestore.codec.small_batch import SMALL_BATCH_ROWS_MAX
 from shuffle.statestore.codec.sorted_table import Table
 
 KEY = pa.schema([("user", pa.string()), ("day", pa.date32())])
@@ -32,12 +32,12 @@ def table(**changed: Any) -> TableSchema:
 
 
 def test_table_of_all_supported_types_is_valid_and_survives_json() -> None:
-    kinds = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()]
-    kinds += [pa.float32(), pa.float64(), pa.bool_(), pa.string(), pa.binary(), pa.date32(), pa.decimal128(38, -2)]
-    kinds += [pa.timestamp(unit, tz) for unit in ("s", "ms", "us", "ns") for tz in (None, "UTC", "+02:00")]
+    types = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()]
+    types += [pa.float32(), pa.float64(), pa.bool_(), pa.string(), pa.binary(), pa.date32(), pa.decimal128(38, -2)]
+    types += [pa.timestamp(unit, tz) for unit in ("s", "ms", "us", "ns") for tz in (None, "UTC", "+02:00")]
     schema = table(
-        key=pa.schema([(f"k{index}", kind) for index, kind in enumerate(kinds)]),
-        value=pa.schema([pa.field(f"v{index}", kind, nullable=index % 2 == 0) for index, kind in enumerate(kinds)]),
+        key=pa.schema([(f"k{index}", kind) for index, kind in enumerate(types)]),
+        value=pa.schema([pa.field(f"v{index}", kind, nullable=index % 2 == 0) for index, kind in enumerate(types)]),
         constraints={"positive": "v0 > 0"},
         table_id=7,
     )
@@ -119,7 +119,7 @@ def test_description_that_is_none_is_corrupt(text: str) -> None:
 
 
 def test_conform_orders_columns_joins_chunks_and_widens() -> None:
-    wanted = pa.schema([("a", pa.int64()), ("b", pa.string()), ("c", pa.float64()), ("d", pa.decimal128(10, 4))])
+    expected = pa.schema([("a", pa.int64()), ("b", pa.string()), ("c", pa.float64()), ("d", pa.decimal128(10, 4))])
     halves = [
         pa.table(
             {
@@ -131,20 +131,20 @@ def test_conform_orders_columns_joins_chunks_and_widens() -> None:
         )
         for text in ("x", "y")
     ]
-    batch = conform(pa.concat_tables(halves), wanted, "t")
-    assert batch.schema == wanted
+    batch = conform(pa.concat_tables(halves), expected, "t")
+    assert batch.schema == expected
     assert batch.to_pylist() == [{"a": 2, "b": text, "c": 1.5, "d": decimal.Decimal("1.5000")} for text in ("x", "y")]
 
 
 def test_conform_takes_null_and_dictionary_columns() -> None:
-    wanted = pa.schema([("a", pa.int64()), ("b", pa.string())])
+    expected = pa.schema([("a", pa.int64()), ("b", pa.string())])
     rows = pa.table({"a": pa.nulls(2), "b": pa.array(["x", None]).dictionary_encode()})
-    assert conform(rows, wanted, "t").to_pylist() == [{"a": None, "b": "x"}, {"a": None, "b": None}]
+    assert conform(rows, expected, "t").to_pylist() == [{"a": None, "b": "x"}, {"a": None, "b": None}]
 
 
 def test_conform_takes_a_table_without_chunks() -> None:
-    wanted = pa.schema([("a", pa.int64())])
-    assert conform(wanted.empty_table(), wanted, "t").num_rows == 0
+    expected = pa.schema([("a", pa.int64())])
+    assert conform(expected.empty_table(), expected, "t").num_rows == 0
 
 
 @pytest.mark.parametrize(
@@ -200,6 +200,6 @@ def test_row_columns_are_keys_then_values_and_refuse_null_keys() -> None:
 def test_rows_of_a_table_without_values_are_encoded_as_such() -> None:
     schema = TableSchema("t", pa.schema([("k", pa.int64())]), pa.schema([]))
     schema.validate()
-    for count in (3, FEW_ROWS + 1):
+    for count in (3, SMALL_BATCH_ROWS_MAX + 1):
         keys, values = Table(schema).encode_rows(pa.table({"k": range(count)}))
         assert (len(keys), to_list(values)) == (count, [b""] * count)

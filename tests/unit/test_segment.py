@@ -1,4 +1,4 @@
-"""The bytes of a segment file: written, found again, and refused with their place when they were changed."""
+"""The bytes of a segment file: written, read back, and refused with file and offset when they were changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from shuffle.errors import BadInput, CorruptData, FormatTooNew, SchemaMismatch, 
 from shuffle.statestore.codec.segment import (
     RECORD_HEAD_BYTES,
     RecordIndex,
-    checked_rows,
     decode_batch,
     decode_head,
     decode_payload,
@@ -21,6 +20,7 @@ from shuffle.statestore.codec.segment import (
     encode_record,
     file_header_bytes,
     record_bytes,
+    validate_payload,
 )
 
 SCHEMA = pa.schema([("n", pa.int64()), ("s", pa.string())])
@@ -73,8 +73,8 @@ def test_rows_come_back() -> None:
     for offset, first, count in ((offsets[0], 0, 3), (offsets[1], 3, 5)):
         head = decode_head(memoryview(data), offset, "f")
         record = pa.py_buffer(data).slice(offset, head.size_bytes)
-        found, rows = decode_batch(record, SCHEMA, "f", offset)
-        assert found == head
+        decoded_head, rows = decode_batch(record, SCHEMA, "f", offset)
+        assert decoded_head == head
         assert rows.equals(batch(first, count))
 
 
@@ -151,7 +151,7 @@ NESTED = [
 def test_batches_of_every_type_of_a_queue_are_taken_in(column: pa.Array) -> None:
     rows = pa.record_batch({"c": pa.concat_arrays([column, column])})
     for part in (rows, rows.slice(2, 3), rows.slice(0, 0)):
-        assert checked_rows(part.serialize(), rows.schema, []) == part.num_rows
+        assert validate_payload(part.serialize(), rows.schema, []) == part.num_rows
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, rows.schema, options=options) as writer:
@@ -159,26 +159,26 @@ def test_batches_of_every_type_of_a_queue_are_taken_in(column: pa.Array) -> None
         messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(sink.getvalue()))
         messages.read_next_message()
         with pytest.raises(BadInput, match="not compressed"):
-            checked_rows(messages.read_next_message().serialize(), rows.schema, [])
+            validate_payload(messages.read_next_message().serialize(), rows.schema, [])
 
 
 def test_batch_of_too_many_bytes_or_rows_is_not_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = batch(0, 100).serialize()
-    assert checked_rows(rows, SCHEMA, [0]) == 100
+    assert validate_payload(rows, SCHEMA, [0]) == 100
     monkeypatch.setattr("shuffle.statestore.codec.segment.BATCH_ROWS_MAX", 99)
     with pytest.raises(TooLarge) as caught:
-        checked_rows(rows, SCHEMA, [0])
+        validate_payload(rows, SCHEMA, [0])
     assert caught.value.limit == 99
     monkeypatch.setattr("shuffle.statestore.codec.segment.BATCH_BYTES_MAX", 99)
     with pytest.raises(TooLarge, match="bytes"):
-        checked_rows(rows, SCHEMA, [0])
+        validate_payload(rows, SCHEMA, [0])
 
 
 def test_null_where_there_must_be_none_is_not_taken_in() -> None:
     rows = pa.record_batch({"n": pa.array([1, None], pa.int64()), "s": ["a", None]}, schema=SCHEMA).serialize()
-    assert checked_rows(rows, SCHEMA, []) == 2
+    assert validate_payload(rows, SCHEMA, []) == 2
     with pytest.raises(SchemaMismatch, match="'s'"):
-        checked_rows(rows, SCHEMA, [1])
+        validate_payload(rows, SCHEMA, [1])
 
 
 @given(at=st.integers(0, 1000), value=st.integers(0, 255), cut=st.integers(0, 8))
@@ -187,9 +187,9 @@ def test_any_damaged_batch_is_refused_or_can_be_read(at: int, value: int, cut: i
     data[at % len(data)] = value
     damaged = pa.py_buffer(bytes(data[: len(data) - cut]))
     try:
-        rows = checked_rows(damaged, SCHEMA, [])
+        rows = validate_payload(damaged, SCHEMA, [])
     except BadInput:
         return
-    found = decode_payload(damaged, SCHEMA)
-    assert found.num_rows == rows
-    assert len(found.to_pylist()) == rows
+    decoded = decode_payload(damaged, SCHEMA)
+    assert decoded.num_rows == rows
+    assert len(decoded.to_pylist()) == rows

@@ -64,7 +64,7 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     for ttl_ms in (0, 99, SESSION_TTL_MS_MAX + 1):
         with pytest.raises(BadInput):
             sessions.open(ttl_ms, 0)
-    monkeypatch.setattr(sessions_module, "MOMENTS_MAX", 2)
+    monkeypatch.setattr(sessions_module, "VIEWS_PER_SESSION_MAX", 2)
     session = sessions.open(1000, 0)
     for view_id in range(2):
         sessions.hold(session, ReadView(view_id, 1))
@@ -72,12 +72,12 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         sessions.hold(session, ReadView(9, 1))
 
 
-def test_sessions_are_bounded_in_all_and_for_each_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_are_bounded_in_all_and_for_each_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions_module, "SESSIONS_MAX", 3)
     monkeypatch.setattr(sessions_module, "SESSIONS_PER_PEER_MAX", 2)
     sessions = Sessions(first_id=1)
     first, _ = sessions.open(1000, 0, "here"), sessions.open(1000, 0, "here")
-    with pytest.raises(TooLarge, match="2 of them from where"):
+    with pytest.raises(TooLarge, match="2 of them from the address"):
         sessions.open(1000, 0, "here")
     sessions.open(1000, 0, "there")
     with pytest.raises(TooLarge, match="3 sessions are open"):
@@ -89,8 +89,8 @@ def test_sessions_are_bounded_in_all_and_for_each_place(monkeypatch: pytest.Monk
     assert [sessions.open(1000, 0, "here") > 0 for _ in range(2)] == [True, True]
 
 
-def test_moments_of_all_sessions_are_bounded_and_counted_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions_module, "MOMENTS_IN_ALL_MAX", 3)
+def test_views_of_all_sessions_are_bounded_and_counted_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "VIEWS_MAX", 3)
     sessions = Sessions(first_id=1)
     one, two = sessions.open(1000, 0), sessions.open(2000, 0)
     sessions.hold(one, ReadView(1, 7))

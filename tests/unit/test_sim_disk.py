@@ -22,8 +22,8 @@ from shuffle.statestore.request import (
     Committed,
     CreateQueue,
     CreateTable,
-    Expect,
-    Reads,
+    Precondition,
+    ReadSet,
     TableWrite,
 )
 from tests.sim.disk import Disk, SimKeys, SimSegments
@@ -147,19 +147,19 @@ def test_expected_rows_are_compared_with_what_the_simulated_disk_holds() -> None
         group = engine.prepare([request], engine.version)
         engine.persist(group)
         engine.apply(group)
-        return group.answers[0]
+        return group.results[0]
 
     commit(CommitRequest(catalogue=CreateTable(TableSchema("t", pa.schema([("n", pa.int64())]), pa.schema([]), {}))))
     table = Table(engine.catalogue.table_named("t").schema)  # type: ignore[union-attr]
     keys, values = table.encode_rows(pa.table({"n": [1]}))
-    there = Expect(table.table_id, keys, values)
-    absent = Expect(table.table_id, keys, pa.nulls(1, pa.binary()))
-    assert isinstance(commit(CommitRequest(expects=[there])), CommitConflict)
-    commit(CommitRequest(expects=[absent], writes=[TableWrite(table.table_id, keys, values)]))
+    there = Precondition(table.table_id, keys, values)
+    absent = Precondition(table.table_id, keys, pa.nulls(1, pa.binary()))
+    assert isinstance(commit(CommitRequest(preconditions=[there])), CommitConflict)
+    commit(CommitRequest(preconditions=[absent], writes=[TableWrite(table.table_id, keys, values)]))
     disk.crash()
     engine = Engine(SimKeys(disk), SimSegments(disk), 0)
-    assert isinstance(commit(CommitRequest(expects=[absent])), CommitConflict)
-    assert isinstance(commit(CommitRequest(expects=[there])), Committed)
+    assert isinstance(commit(CommitRequest(preconditions=[absent])), CommitConflict)
+    assert isinstance(commit(CommitRequest(preconditions=[there])), Committed)
 
 
 # found by the simulator
@@ -183,7 +183,7 @@ def test_transaction_that_met_a_failing_disk_commits_when_it_is_run_again() -> N
 
     def request() -> CommitRequest:
         return CommitRequest(
-            reads=Reads(version, [keys]),
+            reads=ReadSet(version, [keys]),
             writes=[TableWrite(table.table_id, keys, values)],
             appends=[Append(queue_id, 0, [rows.serialize()])],
         )
@@ -195,5 +195,5 @@ def test_transaction_that_met_a_failing_disk_commits_when_it_is_run_again() -> N
     again = engine.prepare([request()], version)
     engine.persist(again)
     engine.apply(again)
-    assert again.answers[0].appended == ((0, 1),)
+    assert again.results[0].appended == ((0, 1),)
     assert engine.version == version + 1

@@ -1,4 +1,4 @@
-"""Which commits an optimistic transaction conflicts with, and what is remembered to tell."""
+"""Which commits an optimistic transaction conflicts with, and what is remembered to detect that."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from shuffle.statestore.key_range import KeyRange
 
 def history(*commits: list[bytes], keys_max: int = 1000) -> ConflictHistory:
     """Commits of the versions 1, 2, … over an empty store."""
-    found = ConflictHistory(0, keys_max)
+    changes = ConflictHistory(0, keys_max)
     for version, keys in enumerate(commits, start=1):
-        found.record(version, keys)
-    return found
+        changes.record(version, keys)
+    return changes
 
 
 def test_key_written_after_it_was_read_conflicts() -> None:
-    found = history([b"a"], [b"b"])
-    assert found.conflict(0, [b"a"], []) is not None
-    assert found.conflict(1, [b"a"], []) is None
-    assert found.conflict(1, [b"a", b"b"], []) is not None
-    assert found.conflict(0, [b"c"], []) is None
+    changes = history([b"a"], [b"b"])
+    assert changes.conflict(0, [b"a"], []) is not None
+    assert changes.conflict(1, [b"a"], []) is None
+    assert changes.conflict(1, [b"a", b"b"], []) is not None
+    assert changes.conflict(0, [b"c"], []) is None
 
 
 def test_last_write_of_a_key_counts() -> None:
-    found = history([b"a"], [b"a"])
-    assert "version 2" in str(found.conflict(1, [b"a"], []))
-    assert found.conflict(2, [b"a"], []) is None
+    changes = history([b"a"], [b"a"])
+    assert "version 2" in str(changes.conflict(1, [b"a"], []))
+    assert changes.conflict(2, [b"a"], []) is None
 
 
 @pytest.mark.parametrize(
@@ -43,51 +43,51 @@ def test_last_write_of_a_key_counts() -> None:
     ],
 )
 def test_range_is_half_open(begin: bytes, end: bytes | None, conflicts: bool) -> None:
-    found = history([b"d", b"b"])
-    assert (found.conflict(0, [], [KeyRange(begin, end)]) is not None) == conflicts
-    assert found.conflict(1, [], [KeyRange(begin, end)]) is None
+    changes = history([b"d", b"b"])
+    assert (changes.conflict(0, [], [KeyRange(begin, end)]) is not None) == conflicts
+    assert changes.conflict(1, [], [KeyRange(begin, end)]) is None
 
 
 def test_range_looks_at_later_commits_only() -> None:
-    found = history([b"a"], [b"z"], [b"a"])
+    changes = history([b"a"], [b"z"], [b"a"])
     everything = [KeyRange(b"a", b"b")]
-    assert "version 3" in str(found.conflict(1, [], everything))
-    assert found.conflict(3, [], everything) is None
+    assert "version 3" in str(changes.conflict(1, [], everything))
+    assert changes.conflict(3, [], everything) is None
 
 
 def test_nothing_written_is_nothing_to_conflict_with() -> None:
-    found = ConflictHistory(7)
-    assert found.conflict(7, [b"a"], [KeyRange(b"", None)]) is None
-    assert "since version 7" in str(found.conflict(6, [b"a"], []))
+    changes = ConflictHistory(7)
+    assert changes.conflict(7, [b"a"], [KeyRange(b"", None)]) is None
+    assert "since version 7" in str(changes.conflict(6, [b"a"], []))
 
 
 def test_commits_below_every_open_transaction_are_forgotten() -> None:
-    found = history([b"a"], [b"b"], [b"c"])
-    found.forget_before(2)
-    assert found.keys_count == 1
-    assert found.conflict(2, [b"c"], []) is not None
-    assert found.conflict(2, [b"a", b"b"], []) is None
-    assert found.conflict(1, [], []) is not None, "what it read can no longer be checked"
+    changes = history([b"a"], [b"b"], [b"c"])
+    changes.forget_before(2)
+    assert changes.keys_count == 1
+    assert changes.conflict(2, [b"c"], []) is not None
+    assert changes.conflict(2, [b"a", b"b"], []) is None
+    assert changes.conflict(1, [], []) is not None, "what it read can no longer be checked"
 
 
 def test_forgetting_keeps_newer_writes_of_the_same_key() -> None:
-    found = history([b"a"], [b"a"], [b"b"])
-    found.forget_before(1)
-    assert found.conflict(1, [b"a"], []) is not None
-    found.forget_before(3)
-    assert found.keys_count == 0
-    assert found.conflict(3, [b"a", b"b"], [KeyRange(b"", None)]) is None
+    changes = history([b"a"], [b"a"], [b"b"])
+    changes.forget_before(1)
+    assert changes.conflict(1, [b"a"], []) is not None
+    changes.forget_before(3)
+    assert changes.keys_count == 0
+    assert changes.conflict(3, [b"a", b"b"], [KeyRange(b"", None)]) is None
 
 
 def test_memory_is_bounded_by_forgetting_the_oldest() -> None:
-    found = history([b"a", b"b"], [b"c"], [b"d"], keys_max=2)
-    assert found.keys_count == 2
-    assert found.conflict(1, [b"c"], []) is not None
-    assert "only remembered since version 1" in str(found.conflict(0, [b"z"], []))
+    changes = history([b"a", b"b"], [b"c"], [b"d"], keys_max=2)
+    assert changes.keys_count == 2
+    assert changes.conflict(1, [b"c"], []) is not None
+    assert "only remembered since version 1" in str(changes.conflict(0, [b"z"], []))
 
 
 def test_commit_larger_than_the_bound_refuses_all_before_it() -> None:
-    found = history([b"a", b"b", b"c"], keys_max=2)
-    assert found.keys_count == 0
-    assert found.conflict(0, [b"z"], []) is not None
-    assert found.conflict(1, [b"a"], []) is None
+    changes = history([b"a", b"b", b"c"], keys_max=2)
+    assert changes.keys_count == 0
+    assert changes.conflict(0, [b"z"], []) is not None
+    assert changes.conflict(1, [b"a"], []) is None

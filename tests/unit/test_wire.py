@@ -14,7 +14,7 @@ from shuffle.errors import BadInput, TooLarge
 from shuffle.limits import TICKET_BYTES_MAX
 from shuffle.statestore.codec.arrow_bytes import to_list
 from shuffle.statestore.key_range import KeyRange
-from shuffle.statestore.request import Append, CommitRequest, Expect, Publish, Reads, TableWrite, Trim
+from shuffle.statestore.request import Append, CommitRequest, Precondition, Publish, ReadSet, TableWrite, Trim
 from shuffle.statestore.wire.lane_frames import (
     REQUEST_BYTES_MAX,
     decode_frame,
@@ -53,7 +53,7 @@ def plain(request: CommitRequest) -> dict[str, Any]:
         "version": None if reads is None else reads.version,
         "keys": [] if reads is None else [key for keys in reads.keys for key in to_list(keys)],
         "ranges": [] if reads is None else reads.ranges,
-        "expects": [(one.table_id, to_list(one.keys), to_list(one.values)) for one in request.expects],
+        "expects": [(one.table_id, to_list(one.keys), to_list(one.values)) for one in request.preconditions],
         "writes": [(write.table_id, to_list(write.keys), to_list(write.values)) for write in request.writes],
         "appends": [
             append
@@ -104,8 +104,8 @@ def sent(request: CommitRequest) -> CommitRequest:
 
 def test_commit_of_every_kind_of_part_comes_through() -> None:
     request = CommitRequest(
-        reads=Reads(7, [binary(b"a", b""), binary(b"z")], [KeyRange(b"", None), KeyRange(b"a", b"b")]),
-        expects=[Expect(2, binary(b"e1", b"e2"), binary(None, b"is"))],
+        reads=ReadSet(7, [binary(b"a", b""), binary(b"z")], [KeyRange(b"", None), KeyRange(b"a", b"b")]),
+        preconditions=[Precondition(2, binary(b"e1", b"e2"), binary(None, b"is"))],
         writes=[TableWrite(1, binary(b"k1", b"k2"), binary(b"v", None)), TableWrite(2, binary(b"\0"), binary(b""))],
         appends=[
             Append(3, 0, [pa.py_buffer(b"one"), pa.py_buffer(b"three")]),
@@ -131,10 +131,10 @@ def test_commit_of_more_parts_than_fit_a_header_comes_through() -> None:
 def test_empty_commit_and_commit_without_rows_come_through() -> None:
     for request in (
         CommitRequest(),
-        CommitRequest(reads=Reads(0)),
+        CommitRequest(reads=ReadSet(0)),
         CommitRequest(appends=[Publish(1, 0, "f" * 32)], trims=[Trim(1, 0, 1)]),
         CommitRequest(appends=[Append(1, 0, [])]),
-        CommitRequest(reads=Reads(3, [binary()])),
+        CommitRequest(reads=ReadSet(3, [binary()])),
     ):
         assert plain(sent(request)) == plain(request)
 
@@ -147,7 +147,7 @@ def test_empty_commit_and_commit_without_rows_come_through() -> None:
 def test_any_commit_comes_through(keys: list[bytes], values: list[bytes | None], payloads: list[bytes]) -> None:
     rows = min(len(keys), len(values))
     write = TableWrite(1, binary(*keys)[:rows], binary(*values)[:rows])
-    request = CommitRequest(Reads(1, [binary(*keys)]), [write], [Append(1, 0, [pa.py_buffer(p) for p in payloads])])
+    request = CommitRequest(ReadSet(1, [binary(*keys)]), [write], [Append(1, 0, [pa.py_buffer(p) for p in payloads])])
     assert plain(sent(request)) == plain(request)
 
 

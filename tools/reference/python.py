@@ -25,7 +25,7 @@ LEFT_OUT = {
     "StateClient.table_handle": "the layer below",
     "StateClient.with_row_cache": "for the reducer",
     "StateClient.serves": "for open and the workers",
-    "Queue.encoded": "for Transaction",
+    "Queue.encode_append": "for Transaction",
     "Transaction.appends_to": "for the Spark connector",
     "Snapshot.split": "for the Spark connector",
     "Snapshot.scan_range": "for the Spark connector",

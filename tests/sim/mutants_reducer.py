@@ -243,8 +243,8 @@ def parts_taken_from_the_wrong_end(patch: Any) -> None:
 def last_index_off_by_one(patch: Any) -> None:
     original = _core._parts
 
-    def parts(plan: Any, batches: Any) -> Any:
-        return original(plan, [(batch, last + 1) for batch, last in batches])
+    def parts(plan: Any, batches: Any, tails: Any) -> Any:
+        return original(plan, [(batch, last + 1) for batch, last in batches], tails)
 
     patch(_core, "_parts", parts)
 

@@ -469,7 +469,9 @@ def main() -> int:
     parser.add_argument("--rows-per-s", type=int, default=ROWS_PER_S_DEFAULT)
     parser.add_argument("--keep", action="store_true", help="leave the folder with the logs")
     options = parser.parse_args()
-    return report.told(lambda: run(options.minutes, options.seed, options.rows_per_s, options.json, options.keep))
+    return report.run_and_report_errors(
+        lambda: run(options.minutes, options.seed, options.rows_per_s, options.json, options.keep)
+    )
 
 
 if __name__ == "__main__":

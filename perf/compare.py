@@ -99,14 +99,14 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[Runs, dict[Key, Run
     with ExitStack() as stack:
         works, parts = systems(args, given, folder, stack, python)
         # The first run of each starts its processes and compiles its code; it says how long that takes.
-        cold = {key: told(key, "warming up", work) for key, work in works.items()}
+        cold = {key: run_and_report(key, "warming up", work) for key, work in works.items()}
         runs: Runs = {key: [] for key in works}
         rounds = 0
         while rounds < args.rounds and (not rounds or time.monotonic() < deadline_s):
             rounds += 1
             for key, work in works.items():
-                runs[key].append(told(key, f"round {rounds}", work))
-        made_of = {name: told((COUNT, FLINK), name, work).mb_per_s for name, work in parts.items()}
+                runs[key].append(run_and_report(key, f"round {rounds}", work))
+        made_of = {name: run_and_report((COUNT, FLINK), name, work).mb_per_s for name, work in parts.items()}
     details: dict[str, Any] = {
         "rows": args.rows,
         "row_bytes": given.row_bytes,
@@ -151,7 +151,7 @@ def systems(
     return works, parts
 
 
-def told(key: Key, what: str, work: Callable[[], Run]) -> Run:
+def run_and_report(key: Key, what: str, work: Callable[[], Run]) -> Run:
     run = work()
     say(f"{what}: {key[0]}, {key[1]}: {run.mb_per_s:.0f} MB/s")
     return run
@@ -170,7 +170,7 @@ def publish(args: argparse.Namespace, runs: Runs, cold: Mapping[Key, Run], detai
     series = {"kind": "compare", "systems": found}
     figures = {**details, "systems": found}
     report.publish("compare: ratios of medians", bars(runs), figures, args.json, LIMITS, series)
-    compare_pictures.draw_and_tell(series, args.pictures)
+    compare_pictures.draw_and_report(series, args.pictures)
 
 
 def bars(runs: Runs) -> dict[str, float]:
@@ -229,4 +229,4 @@ def table(found: Sequence[Mapping[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(report.told(main))
+    sys.exit(report.run_and_report_errors(main))

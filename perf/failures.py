@@ -384,9 +384,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "duplicated": "0",
     }
     report.publish("failures: one worker down at half load", bars, details, args.json, limits, series)
-    pictures.draw_and_tell(series, args.pictures)
+    pictures.draw_and_report(series, args.pictures)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(report.told(main))
+    sys.exit(report.run_and_report_errors(main))

@@ -330,9 +330,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     series = {"kind": "growth", "curves": found}
     report.show(table(curves))
     report.publish("growth", bars, {**details, "curves": found}, args.json, None, series)
-    compare_pictures.draw_and_tell(series, args.pictures)
+    compare_pictures.draw_and_report(series, args.pictures)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(report.told(main))
+    sys.exit(report.run_and_report_errors(main))

@@ -282,4 +282,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(report.told(main))
+    sys.exit(report.run_and_report_errors(main))

@@ -325,7 +325,7 @@ def main() -> int:
     parser.add_argument("--batch-rows", type=int, default=500_000, help="rows of each micro-batch (default: 500,000)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each pair is run (default: 3)")
     args = parser.parse_args()
-    return report.told(lambda: measure(args))
+    return report.run_and_report_errors(lambda: measure(args))
 
 
 if __name__ == "__main__":

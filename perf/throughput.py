@@ -177,4 +177,4 @@ def summary(runs: Sequence[Measured]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(report.told(main))
+    sys.exit(report.run_and_report_errors(main))

@@ -345,7 +345,7 @@ def publish(args: argparse.Namespace, found: Mapping[str, Account]) -> None:
     details = {"scenarios": [{"name": name, **one} for name, one in scenarios.items()]}
     series = {"kind": "write_amplification", "scenarios": scenarios}
     report.publish("write amplification", bars, details, args.json, LIMITS, series)
-    compare_pictures.draw_and_tell(series, args.pictures)
+    compare_pictures.draw_and_report(series, args.pictures)
 
 
 def table(found: Mapping[str, Account]) -> Table:
@@ -363,4 +363,4 @@ def table(found: Mapping[str, Account]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(report.told(main))
+    sys.exit(report.run_and_report_errors(main))

@@ -18,7 +18,7 @@ from shuffle.errors import BadInput, Expired, OutOfRange, UnknownTable
 from shuffle.limits import MIB
 from shuffle.spark_connector.filters import key_ranges
 from shuffle.spark_connector.options import SNAPSHOT_TTL_S_DEFAULT, Options
-from shuffle.spark_connector.schemas import arrow_schema, as_schema, check_wanted, spark_schema
+from shuffle.spark_connector.schemas import arrow_schema, as_schema, check_requested_schema, spark_schema
 from shuffle.spark_connector.sink.writer import store_handle
 from shuffle.statestore import Queue, StateClient
 from shuffle.statestore.key_range import KeyRange
@@ -36,7 +36,7 @@ def batch_schema(options: Options) -> StructType:
     """The schema of what is to be read, asked of the store."""
     kind = options.one_of(["table", "queue"])
     name = options.required(kind, f"the {kind} to read")
-    found: pa.Schema = store_handle(options).patiently(
+    found: pa.Schema = store_handle(options).with_retries(
         lambda client: client.table(name).row if kind == "table" else client.queue(name).schema
     )
     return spark_schema(found, f"the {kind} {name!r}")
@@ -82,10 +82,10 @@ class TableReader(DataSourceReader):
         self._filters: list[Filter] = []
 
     def partitions(self) -> list[InputPartition]:
-        return self._store.patiently(self._plan)
+        return self._store.with_retries(self._plan)
 
     def _plan(self, client: StateClient) -> list[InputPartition]:
-        check_wanted(self._schema, client.table(self._table).row, f"the table {self._table!r}")
+        check_requested_schema(self._schema, client.table(self._table).row, f"the table {self._table!r}")
         token = client.share_snapshot(int(self._snapshot_ttl_s * 1000))
         with client.snapshot_at(token) as snapshot:
             ranges = key_ranges(client.table_handle(self._table), self._filters)
@@ -100,7 +100,7 @@ class TableReader(DataSourceReader):
             return
         renew_s = min(self._snapshot_ttl_s / 4, 5.0)
         try:
-            with self._store.patiently(lambda client: client.snapshot_at(partition.token)) as snapshot:
+            with self._store.with_retries(lambda client: client.snapshot_at(partition.token)) as snapshot:
                 renewed_s = time.monotonic()
                 for batch in snapshot.scan_range(self._table, wanted):
                     yield as_schema(batch.select(self._schema.names), self._schema)
@@ -149,7 +149,7 @@ class QueueReader(DataSourceReader):
         self._splits = options.number("splits")
 
     def partitions(self) -> list[InputPartition]:
-        bounds = self._store.patiently(self._bounds)
+        bounds = self._store.with_retries(self._bounds)
         begins = _positions("begin", self._begin, [begin for begin, _ in bounds], [end for _, end in bounds])
         ends = _positions("end", self._end, [begin for begin, _ in bounds], [end for _, end in bounds])
         parts: list[InputPartition] = []
@@ -169,14 +169,14 @@ class QueueReader(DataSourceReader):
 
     def _bounds(self, client: StateClient) -> list[tuple[int, int]]:
         queue = client.queue(self._queue)
-        check_wanted(self._schema, queue.schema, f"the queue {self._queue!r}")
+        check_requested_schema(self._schema, queue.schema, f"the queue {self._queue!r}")
         return queue.bounds()
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, QueuePart)
         position = partition.begin
         while position < partition.end:
-            rows, after = self._store.patiently(partial(self._read, partition, position))
+            rows, after = self._store.with_retries(partial(self._read, partition, position))
             if after <= position:
                 raise UnknownTable(f"the queue {self._queue!r} has lost rows that it had: was it created anew?")
             for batch in rows.to_batches():

@@ -36,9 +36,9 @@ class ShuffleDataSource(DataSource):
             return batch_schema(Options.check("read", self._given))
         options = Options.check("read stream", self._given)
         if (options.text("work") or "read") != "read":
-            from shuffle.spark_connector.reduce import handed_over_schema
+            from shuffle.spark_connector.reduce import output_schema
 
-            return handed_over_schema(options)
+            return output_schema(options)
         from shuffle.spark_connector.source.reader import stream_schema
 
         return stream_schema(options)

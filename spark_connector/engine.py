@@ -80,7 +80,7 @@ def run_on_spark(
         logs = stack.enter_context(log_folder(spec))
         spec = stack.enter_context(served_store(spec, supervisor, logs))  # 1
         client = stack.enter_context(spec.open_state())
-        asked = _Asked()
+        asked = _StopRequest()
         stack.enter_context(_handled(asked))
         mapper_count = check_against_store(spec, client, options.accept_new_map)  # 2
         if options.reducers:
@@ -116,7 +116,7 @@ def _check_first_rows(spec: ProcessorSpec, client: StateClient, mapper_count: in
             raise SpecError(not_deterministic(spec, difference))
 
 
-class _Asked(threading.Event):
+class _StopRequest(threading.Event):
     number: int | None = None
 
     def handle(self, number: int, _frame: Any) -> None:
@@ -128,7 +128,7 @@ class _Asked(threading.Event):
 
 
 @contextlib.contextmanager
-def _handled(asked: _Asked) -> Iterator[None]:
+def _handled(asked: _StopRequest) -> Iterator[None]:
     """SIGINT and SIGTERM go to ``asked``, where this thread may have handlers at all."""
     if threading.current_thread() is not threading.main_thread():
         yield

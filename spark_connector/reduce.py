@@ -35,7 +35,7 @@ from shuffle.reducer.reduce import Reduced, ReduceStage
 from shuffle.spark_connector.options import Options
 from shuffle.spark_connector.schemas import arrow_schema, as_schema, spark_schema
 from shuffle.spark_connector.sink.emitted import Emission, emitted_schema, prepare
-from shuffle.spark_connector.source.processor import Processor, Produced
+from shuffle.spark_connector.source.processor import MapperProgress, Processor
 from shuffle.spark_connector.source.query_lease import begin_task
 from shuffle.spark_connector.source.reader import DriverSide, ReducerPart, StreamReaderBase, source_processor
 from shuffle.spark_connector.waiting import Waiting
@@ -97,12 +97,14 @@ def reduce_stream(
     return writer.start()
 
 
-def handed_over_schema(options: Options) -> StructType:
+def output_schema(options: Options) -> StructType:
     queue = options.text("emit")
     if not queue:
         return spark_schema(SUMMARY_SCHEMA, "the summary")
     processor, _ = source_processor(options)
-    return spark_schema(processor.store.patiently(lambda client: emitted_schema(client, queue)), f"the queue {queue!r}")
+    return spark_schema(
+        processor.store.with_retries(lambda client: emitted_schema(client, queue)), f"the queue {queue!r}"
+    )
 
 
 class ReduceStreamReader(StreamReaderBase):
@@ -122,7 +124,7 @@ class ReduceStreamReader(StreamReaderBase):
     def driver(self) -> DriverSide:
         if self._driver is None:
             spec = self._loaded()
-            self.processor.store.patiently(lambda client: self._check(spec, client))
+            self.processor.store.with_retries(lambda client: self._check(spec, client))
         return super().driver
 
     def _check(self, spec: ProcessorSpec, client: StateClient) -> None:
@@ -162,7 +164,7 @@ class ReduceStreamReader(StreamReaderBase):
 
 
 @dataclass
-class Done:
+class TaskCounts:
     """What one task has committed, counted by the cycle as the metrics of a reducer process are."""
 
     rows: int = 0
@@ -277,13 +279,13 @@ class ReduceTask:
         self._processor = processor
         self._index = ReducerIndex(part.reducer)
         self._ends = {mapper: end for mapper, _, end, _ in part.ranges}
-        self._hints: dict[int, Produced | None] = {mapper: hint for mapper, _, _, hint in part.ranges}
+        self._hints: dict[int, MapperProgress | None] = {mapper: hint for mapper, _, _, hint in part.ranges}
         self._client = processor.store.client()
         self._committer = Committer(self._client, spec.reducers_table, self._index, len(self._ends))
-        self._done = Done()
+        self._done = TaskCounts()
         self._waiting = Waiting(processor.store.timeout_s)
 
-    def run(self) -> Done:
+    def run(self) -> TaskCounts:
         """Everything up to the end of the batch is committed when this returns, by this task or by another.
 
         1. Read the reducer's row: what is before it has been counted.
@@ -293,7 +295,7 @@ class ReduceTask:
         """
         for _ in range(RESTARTS_MAX):
             core = ReducerCore(len(self._ends), limits_of(self._spec, len(self._ends)))
-            core.restart(self._processor.store.patiently(lambda _: self._committer.read_state()))  # 1
+            core.restart(self._processor.store.with_retries(lambda _: self._committer.read_state()))  # 1
             if self._emission is not None:
                 self._emission.begin()
             try:
@@ -302,7 +304,7 @@ class ReduceTask:
                 continue  # 3
             committed = core.committed_state
             told = {mapper: {int(self._index): int(committed[MapperIndex(mapper)])} for mapper in self._ends}
-            self._processor.tell_committed(told)  # 4
+            self._processor.notify_committed(told)  # 4
             return self._done
         raise SplitBrain(f"reducer {self._index}: its row was moved by others {RESTARTS_MAX} times: what else runs?")
 
@@ -315,7 +317,7 @@ class ReduceTask:
         for thread in threads:
             thread.start()
         try:
-            cycle = self._cycle(feed, self._processor.store.patiently(lambda _: self._stage()))
+            cycle = self._cycle(feed, self._processor.store.with_retries(lambda _: self._stage()))
             while (batch := feed.next_batch()) is not None:
                 try:
                     cycle.run(batch)
@@ -357,10 +359,10 @@ class ReduceTask:
                 told = {reducer: ShuffleIndex(committed)}
                 return int(done_row_indexes(snapshot, self._processor.name, MapperIndex(mapper), told)[reducer])
 
-        return self._processor.store.patiently(ask)
+        return self._processor.store.with_retries(ask)
 
     def _moved(self, feed: _Feed, mapper: int) -> bool:
-        persisted = self._processor.store.patiently(lambda _: self._committer.read_state())
+        persisted = self._processor.store.with_retries(lambda _: self._committer.read_state())
         if persisted != feed.core.committed_state:
             return True
         return self._done_index(mapper, feed.committed_index(mapper)) >= self._ends[mapper]
@@ -406,7 +408,7 @@ class ReduceTask:
         if not waited_s:
             self._waiting.restart()
         message = error.message if isinstance(error, ShuffleError) else str(error)
-        self._waiting.tell(message)
+        self._waiting.report(message)
         timeout_s = self._processor.store.timeout_s
         if waited_s > timeout_s:
             raise StoreUnavailable(

@@ -71,7 +71,7 @@ def check_fits(given: pa.Schema, declared: pa.Schema, what: str) -> None:
             )
 
 
-def check_wanted(wanted: pa.Schema, found: pa.Schema, what: str) -> None:
+def check_requested_schema(wanted: pa.Schema, found: pa.Schema, what: str) -> None:
     """A schema that the user gave for reading may leave columns out, but not have others."""
     for field in wanted:
         if field.name not in found.names:

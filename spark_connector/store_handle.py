@@ -44,7 +44,7 @@ class StoreHandle:
     """An address as ``grpc://host:port``, or a folder that a daemon serves."""
     timeout_s: float
 
-    def patiently(self, ask: Callable[[StateClient], T]) -> T:
+    def with_retries(self, ask: Callable[[StateClient], T]) -> T:
         """``ask`` a client, again and again while the store is away, for up to ``timeout_s``."""
         waiting = Waiting(self.timeout_s)
         backoff = retry_backoff()
@@ -52,7 +52,7 @@ class StoreHandle:
             try:
                 return ask(self.client())
             except StoreUnavailable as error:
-                waiting.tell(error.message)
+                waiting.report(error.message)
                 wait_s = backoff.next_s()
                 if waiting.waited_s + wait_s > self.timeout_s:
                     raise StoreUnavailable(
@@ -74,7 +74,7 @@ class StoreHandle:
             except (CommitConflict, CommitUnknown) as error:
                 raise StoreUnavailable(f"the state store did not take the commit: {error.message}") from error
 
-        return self.patiently(ask)
+        return self.with_retries(ask)
 
     def client(self) -> StateClient:
         """This process's client; raises ``StoreUnavailable`` when nobody answers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 
-TELL_AFTER_S = 1.0
+REPORT_AFTER_S = 1.0
 """Everything waits a moment now and then; nobody needs to hear of that."""
 
 
@@ -39,7 +39,7 @@ class Waiting:
 
     def tell(self, what: str) -> None:
         """``what`` is a sentence that says what is missing."""
-        if not self._told and TELL_AFTER_S < self.waited_s < self._timeout_s:
+        if not self._told and REPORT_AFTER_S < self.waited_s < self._timeout_s:
             self._told = True
             end = "" if what.endswith((".", "?")) else "."
             say(f"waiting: {what}{end} This gives up after {self._timeout_s:g} s (option 'timeout')")

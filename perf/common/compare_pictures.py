@@ -98,4 +98,4 @@ def growth(series: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 pictures.DRAWN.update({"compare": compare, "write_amplification": write_amplification, "growth": growth})
 add_argument = pictures.add_argument
-draw_and_tell = pictures.draw_and_tell
+draw_and_report = pictures.draw_and_report

@@ -103,7 +103,7 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def draw_and_tell(series: Mapping[str, Any], folder: Path) -> None:
+def draw_and_report(series: Mapping[str, Any], folder: Path) -> None:
     """After a measurement, which must not be lost for want of a picture."""
     if not is_installed():
         print(f"no pictures: matplotlib is not installed: {INSTALL}", file=sys.stderr)
@@ -273,4 +273,4 @@ if __name__ == "__main__":
     # Under its own name, so that those who add to DRAWN add to this one.
     from perf.common import pictures
 
-    sys.exit(report.told(pictures.main))
+    sys.exit(report.run_and_report_errors(pictures.main))

@@ -34,7 +34,7 @@ def parser(module: str, question: str) -> argparse.ArgumentParser:
     return made
 
 
-def told(main: Callable[[], int]) -> int:
+def run_and_report_errors(main: Callable[[], int]) -> int:
     """Run a benchmark's ``main``; what went wrong is said in one line, and is the exit code 1."""
     try:
         return main()

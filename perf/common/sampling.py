@@ -24,7 +24,7 @@ from shuffle.statestore import Member, StateClient
 from shuffle.support import flight
 
 PERIOD_S = 0.5
-ASK_TIMEOUT_S = 1.0
+CALL_TIMEOUT_S = 1.0
 _METRIC = re.compile(r"^shuffle_(reduced_rows|reduced_bytes)_total\{[^}]*\} (\S+)$", re.MULTILINE)
 
 
@@ -141,7 +141,7 @@ class _Mapper:
             self._address, self._connection = address, flight.connect(address)
         try:
             connection = self._connection
-            body = flight.do_action(connection, "status", guid.encode(), who=address, timeout_s=ASK_TIMEOUT_S)
+            body = flight.do_action(connection, "status", guid.encode(), who=address, timeout_s=CALL_TIMEOUT_S)
             found: dict[str, Any] = json.loads(body)
             return found
         except ShuffleError:
@@ -171,7 +171,7 @@ class _Reducer:
 
     def _ask(self, address: str) -> dict[str, float] | None:
         try:
-            with urllib.request.urlopen(address, timeout=ASK_TIMEOUT_S) as answer:
+            with urllib.request.urlopen(address, timeout=CALL_TIMEOUT_S) as answer:
                 text = answer.read().decode()
         except (OSError, urllib.error.URLError):
             return None

@@ -23,7 +23,7 @@ from shuffle.examples.workload import RESULT_SCHEMA
 PACKAGE = "apache-flink==2.3.0"
 HEAP = "-Xmx2g"
 INSTALL_TIMEOUT_S = 900
-ASK_TIMEOUT_S = 5.0
+CALL_TIMEOUT_S = 5.0
 POLL_S = 0.2
 JOB_TIMEOUT_S = 300.0
 
@@ -95,7 +95,7 @@ class Flink:
         return 0
 
     def _get(self, path: str) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=ASK_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=CALL_TIMEOUT_S) as answer:
             found: dict[str, Any] = json.load(answer)
         return found
 

@@ -75,7 +75,7 @@ class Emission:
     def begin(self) -> None:
         """Note where the partition ends. To be called after the reducer's row was read: as long as that row is what
         commits expect, nobody else has appended."""
-        self._begin = self.store.patiently(lambda client: client.queue(self.queue).bounds()[self.reducer][1])
+        self._begin = self.store.with_retries(lambda client: client.queue(self.queue).bounds()[self.reducer][1])
 
     def add_to(self, tx: Transaction | None) -> None:
         """Add to a transaction about to be committed what makes its rows the batch's.
@@ -104,17 +104,17 @@ class Emission:
 
     def rows(self) -> Iterator[pa.RecordBatch]:
         """All that the batch has emitted, once it is committed as a whole."""
-        found = self.store.patiently(lambda client: client.lookup(emitted_table(self.processor), self._key))
+        found = self.store.with_retries(lambda client: client.lookup(emitted_table(self.processor), self._key))
         if not found.num_rows or found["batch"][0].as_py() != self._batch:
             return
         position: int = found["begin"][0].as_py()
-        end = self.store.patiently(lambda client: client.queue(self.queue).bounds()[self.reducer][1])
+        end = self.store.with_retries(lambda client: client.queue(self.queue).bounds()[self.reducer][1])
         while position < end:
             rows, position = self._read(position, end)
             yield from rows.to_batches()
 
     def _read(self, position: int, end: int) -> tuple[pa.Table, int]:
-        return self.store.patiently(
+        return self.store.with_retries(
             lambda client: client.queue(self.queue).read(
                 self.reducer, position, max_rows=end - position, max_bytes=READ_BYTES
             )

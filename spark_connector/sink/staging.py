@@ -80,7 +80,7 @@ class QueueTarget:
             if SINKS_TABLE not in {table.name for table in client.tables()}:
                 create_sinks_table(client)
 
-        self.store.patiently(ask)
+        self.store.with_retries(ask)
 
     def stage(self, batches: Iterator[pa.RecordBatch], first_partition: int) -> tuple[list[StagedRows], int]:
         """Stage the rows of one task; without ``partition_by`` slices go to the partitions in turn."""
@@ -105,7 +105,7 @@ class _Staging:
     def __init__(self, target: QueueTarget, first_partition: int) -> None:
         self._target = target
         # The option says how many there will be; that it is so was checked if there is a queue already.
-        self._partitions = target.partitions or target.store.patiently(lambda c: c.queue(target.queue).partitions)
+        self._partitions = target.partitions or target.store.with_retries(lambda c: c.queue(target.queue).partitions)
         self._next = first_partition
         self._pending: dict[int, list[pa.Table]] = {}
         self._pending_bytes = 0
@@ -141,7 +141,7 @@ class _Staging:
 
     def _stage(self, partition: int, rows: pa.Table) -> StagedRows:
         target = self._target
-        staged_id = target.store.patiently(
+        staged_id = target.store.with_retries(
             lambda client: target.opened(client).stage(rows, ttl_ms=target.staged_ttl_ms)
         )
         return StagedRows(partition, staged_id)

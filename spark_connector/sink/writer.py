@@ -63,7 +63,7 @@ def queue_target(options: Options, schema: StructType) -> QueueTarget:
                 column=column,
             )
     partitions = options.number("partitions")
-    store.patiently(lambda client: _check_queue(client, name, rows, partitions, bool(by)))
+    store.with_retries(lambda client: _check_queue(client, name, rows, partitions, bool(by)))
     ttl_ms = int(options.seconds("stagedTtl", STAGED_TTL_MS_DEFAULT / 1000) * 1000)
     return QueueTarget(store, name, by, ttl_ms, rows, partitions)
 
@@ -173,7 +173,7 @@ class TableBatchWriter(DataSourceArrowWriter):
         self._table = options.required("table", "the table to write to")
         self._schema = arrow_schema(schema)
         key = options.names("key")
-        self._new = self._store.patiently(lambda client: _check_table(client, self._table, self._schema, key))
+        self._new = self._store.with_retries(lambda client: _check_table(client, self._table, self._schema, key))
         """The table that is created with the first rows that can be written to it; None if it is there."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> RowsMessage:
@@ -195,7 +195,9 @@ class TableBatchWriter(DataSourceArrowWriter):
         rows = pa.concat_tables(tables) if tables else self._schema.empty_table()
         if (new := self._new) is not None:
             Table(new).encode_rows(rows)  # A null in the key is found here, before there is a table.
-            self._store.patiently(lambda client: client.create_table(new.name, new.key, new.value, if_not_exists=True))
+            self._store.with_retries(
+                lambda client: client.create_table(new.name, new.key, new.value, if_not_exists=True)
+            )
         if not tables:
             return
 

@@ -11,7 +11,7 @@ from shuffle.ids import MapperIndex, Token
 from shuffle.mapper.reader import Input
 from shuffle.mapper.readers.opening import built_in_input, open_input
 from shuffle.spark_connector.source.offsets import Indexes
-from shuffle.spark_connector.source.processor import Processor, Produced, Shape
+from shuffle.spark_connector.source.processor import MapperProgress, Processor, Shape
 from shuffle.spark_connector.waiting import Waiting
 from shuffle.spec.config import ProcessorSpec
 from shuffle.spec.inputs import input_described_as
@@ -27,7 +27,7 @@ class MapperWatch:
         self._processor = processor
         self._silences = [Waiting(processor.store.timeout_s) for _ in range(shape.mapper_count)]
         self.latest: Indexes = [-1] * shape.mapper_count
-        self.produced: dict[int, Produced] = {}
+        self.produced: dict[int, MapperProgress] = {}
 
     def look(self) -> None:
         self.produced = self._processor.produced()
@@ -39,7 +39,7 @@ class MapperWatch:
     def refuse_silence(self) -> None:
         """A mapper that has been silent for long is told of, and after the time-out it is an error."""
         for mapper, silence in enumerate(self._silences):
-            silence.tell(f"processor {self._processor.name}: mapper {mapper} does not answer")
+            silence.report(f"processor {self._processor.name}: mapper {mapper} does not answer")
             if silence.is_over:
                 raise StoreUnavailable(
                     f"processor {self._processor.name}: mapper {mapper} has not answered for "
@@ -72,7 +72,7 @@ class SourceInput:
 
     def ends(self) -> Mapping[int, Token] | None:
         """For each mapper where its input ends now; None if nobody knows."""
-        return self._processor.store.patiently(lambda client: found.ends() if (found := self._at(client)) else None)
+        return self._processor.store.with_retries(lambda client: found.ends() if (found := self._at(client)) else None)
 
     def reached(self, mapper: int, token: Token, end: Token) -> bool:
         def ask(client: StateClient) -> bool:
@@ -81,7 +81,7 @@ class SourceInput:
             found = self._at(client)
             return found is not None and found.reached(mapper, token, end)
 
-        return self._processor.store.patiently(ask)
+        return self._processor.store.with_retries(ask)
 
     def _begins_empty(self, client: StateClient, mapper: int) -> bool:
         """Whether an empty token is really where the mapper stands: one that is starting has not looked yet."""
@@ -119,7 +119,7 @@ class Goal:
             if self._caps[mapper] is None and self._is_at_end(mapper, found):
                 self._caps[mapper] = watch.latest[mapper]
 
-    def _is_at_end(self, mapper: int, found: Produced) -> bool:
+    def _is_at_end(self, mapper: int, found: MapperProgress) -> bool:
         # What an input will hold that does not know its end is not known beforehand: there the goal is what was mapped.
         end = None if self._ends is None else self._ends.get(mapper)
         return end is None or self._source.reached(mapper, found.token, end)

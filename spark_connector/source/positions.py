@@ -46,7 +46,7 @@ class Baseline:
         return max(start, self.committed[reducer][mapper])
 
 
-class Positions:
+class QueryPositions:
     """Reads and writes them. Used in the driver only."""
 
     def __init__(self, processor: Processor, shape: Shape, lease: QueryLease) -> None:
@@ -59,7 +59,7 @@ class Positions:
     def refuse_reducers(self) -> None:
         """Reducers that run would take the rows that this query is to read."""
         store, name = self._processor.store, self._processor.name
-        alive = store.patiently(lambda client: client.leases.members(reducers_group(name)))
+        alive = store.with_retries(lambda client: client.leases.members(reducers_group(name)))
         if alive:
             raise BadInput(
                 f"processor {name} has {len(alive)} running reducers, which commit the rows that this query would read."
@@ -69,7 +69,7 @@ class Positions:
 
     def start(self) -> Indexes:
         """For each mapper: up to here all reducers have committed."""
-        done = self._processor.store.patiently(self._done)
+        done = self._processor.store.with_retries(self._done)
         return [min(column) for column in zip(*done, strict=True)]
 
     def begin(self, starting: str, latest: Indexes | None) -> Baseline:
@@ -99,7 +99,7 @@ class Positions:
 
     def baseline(self) -> Baseline:
         """The one written down."""
-        found = self._processor.store.patiently(self._stored)
+        found = self._processor.store.with_retries(self._stored)
         if found is None:
             raise RowsGone(
                 f"processor {self._processor.name} knows of no Spark query that began: its state was made anew since "

@@ -36,7 +36,7 @@ from shuffle.spark_connector.waiting import Waiting
 from shuffle.statestore import StateClient
 from shuffle.support import flight
 
-ASK_TIMEOUT_S = 5.0
+CALL_TIMEOUT_S = 5.0
 FETCH_ROWS = 262_144
 FETCH_BYTES = 16 * MIB
 GENERATION = 0
@@ -59,7 +59,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Produced:
+class MapperProgress:
     """What one instance of a mapper says of itself."""
 
     mapper: MapperAddress
@@ -97,7 +97,7 @@ class Processor:
                     "mappers"
                 ) from error
 
-        return self.store.patiently(ask)
+        return self.store.with_retries(ask)
 
     def committed(self, source: Any, shape: Shape) -> list[list[int]]:
         """For each reducer and mapper the last committed shuffle index, as ``source`` (a client, a transaction)
@@ -120,11 +120,11 @@ class Processor:
         return [found.get(index, nothing) for index in range(shape.reducer_count)]
 
     def mappers(self) -> dict[MapperIndex, list[MapperAddress]]:
-        return self.store.patiently(lambda client: arrange_mappers(client.leases.members(mappers_group(self.name))))
+        return self.store.with_retries(lambda client: arrange_mappers(client.leases.members(mappers_group(self.name))))
 
     # --- the mappers' side ---
 
-    def produced(self) -> dict[int, Produced]:
+    def produced(self) -> dict[int, MapperProgress]:
         """What the mappers say that answer; of two instances of one, the first that does."""
         found = {}
         for index, instances in self.mappers().items():
@@ -135,7 +135,7 @@ class Processor:
                     break
         return found
 
-    def tell_committed(self, committed: Mapping[int, Mapping[int, int]]) -> None:
+    def notify_committed(self, committed: Mapping[int, Mapping[int, int]]) -> None:
         """Tell mappers what reducers have committed (by mapper, by reducer), so that they can forget it.
 
         Best effort: mappers hear it again with the next request for rows.
@@ -157,7 +157,7 @@ class Processor:
         begin: int,
         end: int,
         committed: Callable[[], int],
-        hint: Produced | None = None,
+        hint: MapperProgress | None = None,
         with_metadata: bool = False,
     ) -> Iterator[tuple[pa.RecordBatch, int]]:
         """The reducer's rows with shuffle indexes after ``begin`` up to ``end``, in order, each batch with its last
@@ -188,7 +188,7 @@ class Processor:
                 ) from error
             except (StaleMapper, NotServed, StoreUnavailable) as error:  # 3
                 known = None
-                waiting.tell(f"processor {self.name}: mapper {mapper_index} is away ({error.message})")
+                waiting.report(f"processor {self.name}: mapper {mapper_index} is away ({error.message})")
                 if waiting.is_over:
                     raise self._gone(mapper_index, error) from error
                 time.sleep(backoff.next_s())
@@ -203,7 +203,7 @@ class Processor:
                 return
             else:
                 known = None
-                waiting.tell(
+                waiting.report(
                     f"processor {self.name}: mapper {mapper_index} has not mapped the rows up to {end} again yet"
                 )
                 if waiting.is_over:
@@ -233,7 +233,7 @@ class Processor:
             generation=GENERATION,
         )
 
-    def _instance(self, mapper_index: int) -> Produced:
+    def _instance(self, mapper_index: int) -> MapperProgress:
         for mapper in self.mappers().get(MapperIndex(mapper_index), []):
             answer = _status(mapper)
             if answer is not None:
@@ -252,14 +252,14 @@ class Processor:
         """Of the rows that the mappers produce; known once one of them has mapped its first batch."""
         waiting = Waiting(self.store.timeout_s)
         while True:
-            committed = self.store.patiently(lambda client: self.committed(client, shape))
+            committed = self.store.with_retries(lambda client: self.committed(client, shape))
             for index, instances in self.mappers().items():
                 for mapper in instances:
                     last = committed[0][index]
                     found = _schema(mapper, self._request(mapper, 0, last, last, last, wait_ms=0))
                     if found is not None:
                         return found
-            waiting.tell(
+            waiting.report(
                 f"processor {self.name}: no mapper has mapped a row yet, so the schema is not known. Start the "
                 "mappers, give them input, or give the schema with .schema(…)"
             )
@@ -279,14 +279,14 @@ def _flight(address: str) -> Any:
         return _flights[key]
 
 
-def _status(mapper: MapperAddress) -> Produced | None:
+def _status(mapper: MapperAddress) -> MapperProgress | None:
     try:
         connection, guid = _flight(mapper.address), mapper.guid.encode()
-        body = flight.do_action(connection, "status", guid, who=mapper.address, timeout_s=ASK_TIMEOUT_S)
+        body = flight.do_action(connection, "status", guid, who=mapper.address, timeout_s=CALL_TIMEOUT_S)
         answer = json.loads(body)
         if answer["guid"] != mapper.guid:
             return None
-        return Produced(
+        return MapperProgress(
             mapper,
             int(answer["next_shuffle_index"]) - 1,
             Token(bytes.fromhex(answer["token"])),
@@ -298,14 +298,14 @@ def _status(mapper: MapperAddress) -> Produced | None:
 
 def _get_rows(mapper: MapperAddress, index: int, request: GetRows) -> Answer:
     who = f"mapper {index} at {mapper.address}"
-    return get_rows(_flight(mapper.address), request, who=who, timeout_s=request.wait_ms / 1000 + 2 * ASK_TIMEOUT_S)
+    return get_rows(_flight(mapper.address), request, who=who, timeout_s=request.wait_ms / 1000 + 2 * CALL_TIMEOUT_S)
 
 
 def _schema(mapper: MapperAddress, request: GetRows) -> pa.Schema | None:
     try:
         with flight.typed_errors(mapper.address):
             ticket = flight.Ticket(request.encode())
-            reader = _flight(mapper.address).do_get(ticket, flight.call_options(ASK_TIMEOUT_S))
+            reader = _flight(mapper.address).do_get(ticket, flight.call_options(CALL_TIMEOUT_S))
             schema = reader.schema
             reader.cancel()
         return schema if len(schema) else None

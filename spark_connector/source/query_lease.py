@@ -189,7 +189,7 @@ class QueryLease:
 
 
 def stored_now(processor: Processor) -> QueryHolder | None:
-    return processor.store.patiently(lambda client: stored_holder(client, processor.name))
+    return processor.store.with_retries(lambda client: stored_holder(client, processor.name))
 
 
 def replaced(processor: str, by: QueryHolder | None) -> SplitBrain:

@@ -35,11 +35,11 @@ from pyspark.sql.types import StructType
 from shuffle.errors import BadInput, StoreUnavailable
 from shuffle.messages import METADATA_FIELDS
 from shuffle.spark_connector.options import TIMEOUT_S_DEFAULT, Options, state_of
-from shuffle.spark_connector.schemas import arrow_schema, as_schema, check_wanted, spark_schema
+from shuffle.spark_connector.schemas import arrow_schema, as_schema, check_requested_schema, spark_schema
 from shuffle.spark_connector.source.mapper_watch import POLL_S, Goal, MapperWatch
 from shuffle.spark_connector.source.offsets import Indexes, admit, from_offset, rows_between, to_offset
-from shuffle.spark_connector.source.positions import Baseline, Positions
-from shuffle.spark_connector.source.processor import Processor, Produced
+from shuffle.spark_connector.source.positions import Baseline, QueryPositions
+from shuffle.spark_connector.source.processor import MapperProgress, Processor
 from shuffle.spark_connector.source.query_lease import QueryLease, begin_task
 from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.spark_connector.waiting import Waiting
@@ -98,7 +98,7 @@ def metadata_columns(options: Options) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Limits:
+class BatchLimits:
     """How much one batch may hold."""
 
     rows_max: int | None
@@ -106,8 +106,8 @@ class Limits:
     rows_min: int | None
 
     @staticmethod
-    def of(options: Options) -> Limits:
-        found = Limits(
+    def of(options: Options) -> BatchLimits:
+        found = BatchLimits(
             options.number("maxRowsPerTrigger"),
             options.size_bytes("maxBytesPerTrigger"),
             options.number("minRowsPerTrigger"),
@@ -130,7 +130,7 @@ class Limits:
     def given(self) -> bool:
         return (self.rows_max, self.bytes_max, self.rows_min) != (None, None, None)
 
-    def rows_of(self, produced: dict[int, Produced]) -> int | None:
+    def rows_of(self, produced: dict[int, MapperProgress]) -> int | None:
         """The most rows that keep both bounds, by the size of the rows in the windows; at least one."""
         bounds = [] if self.rows_max is None else [self.rows_max]
         row_bytes = max((mapper.row_bytes for mapper in produced.values()), default=0.0)
@@ -146,7 +146,7 @@ class DriverSide:
         self,
         processor: Processor,
         starting: str,
-        limits: Limits,
+        limits: BatchLimits,
         commits: bool,
         spec: ProcessorSpec | None = None,
     ) -> None:
@@ -154,7 +154,7 @@ class DriverSide:
         self.processor = processor
         self.shape = processor.shape()
         self.lease = QueryLease(processor)
-        self.positions = Positions(processor, self.shape, self.lease)
+        self.positions = QueryPositions(processor, self.shape, self.lease)
         self._starting = starting
         self._limits = limits
         self._commits = commits
@@ -230,7 +230,7 @@ class DriverSide:
                     "stops them, or raise the option 'timeout'"
                 )
             else:
-                standstill.tell(f"processor {self.processor.name}: its mappers are not at the end of the input yet")
+                standstill.report(f"processor {self.processor.name}: its mappers are not at the end of the input yet")
             time.sleep(POLL_S)
 
     def _admitted(self, start: Indexes, latest: Indexes, limit: ReadLimit) -> Indexes:
@@ -251,11 +251,11 @@ class DriverSide:
             return
         committed = self.positions.commit(end, self.baseline)
         self._committed = end
-        self.processor.tell_committed(
+        self.processor.notify_committed(
             {m: {r: row[m] for r, row in enumerate(committed)} for m in range(self.shape.mapper_count)}
         )
 
-    def hint(self, mapper: int) -> Produced | None:
+    def hint(self, mapper: int) -> MapperProgress | None:
         return self._watch.produced.get(mapper)
 
 
@@ -267,7 +267,7 @@ class StreamReaderBase(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, options: Options) -> None:
         self.processor, self.spec = source_processor(options)
         self._starting = options.choice("startingOffsets", ["earliest", "latest", "committed"], "committed")
-        self._limits = Limits.of(options)
+        self._limits = BatchLimits.of(options)
         self._driver: DriverSide | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class StreamReaderBase(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @property
     def driver(self) -> DriverSide:
         if self._driver is None:
-            end_when_asked()
+            exit_on_sigterm()
             self._driver = DriverSide(self.processor, self._starting, self._limits, self.commits, self.spec)
         return self._driver
 
@@ -308,7 +308,7 @@ class StreamReaderBase(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return from_offset(offset, self.driver.shape.mapper_count)
 
 
-def end_when_asked() -> None:
+def exit_on_sigterm() -> None:
     """Spark ends the process of a source with SIGTERM, twice in a row. Now ``stop`` is called then."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return
@@ -325,11 +325,13 @@ class ReducerPart(InputPartition):
     """One reducer's rows of one batch: for each mapper (index, after, up to), and what is known of the mapper."""
 
     reducer: int
-    ranges: list[tuple[int, int, int, Produced | None]]
+    ranges: list[tuple[int, int, int, MapperProgress | None]]
     holder: str
     """The run of the query that has planned it."""
 
-    def __init__(self, reducer: int, ranges: list[tuple[int, int, int, Produced | None]], holder: str = "") -> None:
+    def __init__(
+        self, reducer: int, ranges: list[tuple[int, int, int, MapperProgress | None]], holder: str = ""
+    ) -> None:
         super().__init__(None)
         self.reducer, self.ranges, self.holder = reducer, ranges, holder
 
@@ -366,7 +368,7 @@ class ShuffleStreamReader(StreamReaderBase):
         if not self._checked:
             rows = self.processor.row_schema(driver.shape)
             found = pa.schema([*rows, *(METADATA_COLUMNS[name] for name in self._metadata)])
-            check_wanted(self._schema, found, f"the stream of processor {self.processor.name!r}")
+            check_requested_schema(self._schema, found, f"the stream of processor {self.processor.name!r}")
             self._checked = True
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:

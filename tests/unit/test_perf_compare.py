@@ -130,7 +130,7 @@ def test_picture_of_write_amplification_names_what_for(tmp_path: Path) -> None:
     series = {"kind": "write_amplification", "scenarios": {"no state": scenario}}
     (path,) = pictures.draw(series, tmp_path)
     assert "log 75%, log pages 25%" in path.read_text()
-    assert compare_pictures.draw_and_tell is pictures.draw_and_tell
+    assert compare_pictures.draw_and_report is pictures.draw_and_report
 
 
 ECHO = """

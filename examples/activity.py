@@ -1,10 +1,10 @@
-"""Who used which cluster, when last and how often: the classic job for this system.
+"""Who used which cluster, when last and how often: the standard job for this system.
 
 Master nodes write log lines; most of them belong to no user and are dropped in ``map``. The rest are hashed by user and
 cluster, so that all lines of one pair meet in one reducer, which keeps the last access and a count in a sorted table.
 
-The job is written twice. ``ParseLogs`` and ``CountByUser`` are the hand-written form and show all there is to know;
-``DeclaredParseLogs`` and ``DeclaredCountByUser`` say the same in a few lines on the base classes of the library. Both
+The job is written twice. ``ParseLogs`` and ``CountByUser`` are written by hand and show every step;
+``DeclaredParseLogs`` and ``DeclaredCountByUser`` do the same in a few lines on the base classes of the library. Both
 forms keep the same table, so a spec may name either of them.
 """
 
@@ -58,21 +58,22 @@ def summed(rows: pa.Table) -> pa.Table:
 
 
 def merged(batch: pa.Table, known: pa.Table) -> pa.Table:
-    """What is known and what the batch adds are the same kind of row: put together, then one row for each key again."""
+    """The rows of the table after the batch: stored rows and those of the batch have the same columns, so they are
+    concatenated and grouped by key again."""
     both = pa.concat_tables([batch.select(COLUMNS), known.select(COLUMNS)])
     groups = both.group_by(KEY_COLUMNS, use_threads=False).aggregate([("last_access", "max"), ("count", "sum")])
     return groups.select([*KEY_COLUMNS, "last_access_max", "count_sum"]).rename_columns(COLUMNS)
 
 
 class DeclaredParseLogs(HashMapper):
-    """``ParseLogs``, declared."""
+    """``ParseLogs`` in its declared form."""
 
     key = KEY_COLUMNS
     not_null = ("user",)
 
 
 class DeclaredCountByUser(AggregateReducer):
-    """``CountByUser``, declared. The table is created with the first rows, its types taken from them."""
+    """``CountByUser`` in its declared form. The table is created with the first rows, and has their types."""
 
     table = TABLE
     key = KEY_COLUMNS

@@ -1,4 +1,4 @@
-"""``shuffle demo``: the activity job from beginning to end, with two murders on the way, and a proof at the end.
+"""``shuffle demo``: the activity job from beginning to end, with two workers killed on the way, and a check at the end.
 
 The steps, in a temporary folder:
 
@@ -51,22 +51,22 @@ SPEC = {
     "input": {"queue": QUEUE},
     "mapper": {"class": "shuffle.examples.activity:ParseLogs", "memory": "64MiB", "batch_rows_max": 50_000},
     "reducer": {"class": "shuffle.examples.activity:CountByUser", "count": REDUCERS},
-    # A dead worker is replaced at once, but stays listed until its lease ends; in a demo nobody likes to wait.
+    # A dead worker is replaced at once, but stays registered until its lease ends; a short lease keeps the demo short.
     "lease_ttl": "2s",
 }
 
 KILLS = ((0.1, "mapper", 1), (0.4, "reducer", 0))
-"""After which part of the rows which worker is killed."""
+"""The workers that are killed: the share of the rows after which, the role and the index."""
 
 
 @dataclass
 class Input:
-    """What was put into the queue, counted without the project's help."""
+    """What was appended to the queue, counted independently of the project."""
 
     rows: int = 0
     bytes: int = 0
     shuffled_bytes: int = 0
-    """Bytes of the rows that have a user: these go through the shuffle."""
+    """The bytes of the rows that have a user: these go through the shuffle."""
     parts: list[pa.Table] = field(default_factory=list)
 
     def add(self, batch: pa.Table) -> None:
@@ -78,12 +78,12 @@ class Input:
 
 @dataclass(frozen=True)
 class Run:
-    """What was measured while the job ran."""
+    """The measurements of the job's run."""
 
     seconds: float
-    """From the start of the controller to its end."""
+    """The time in seconds from the start of the controller to its end."""
     working_s: float
-    """The same without the start-up: from the first commit that was seen."""
+    """The time in seconds without the start-up: from the first commit that was seen to the end of the controller."""
     written_bytes: int
 
 
@@ -161,7 +161,7 @@ def run_progress(console: Console) -> Progress:
 
 
 def report(found: Input, run: Run, result: pa.Table, console: Console) -> None:
-    """Step 3."""
+    """Step 3: show the top users, the speed, and the bytes written."""
     users = result.group_by("user").aggregate([("count", "sum"), ("last_access", "max")])
     table = Table(title="top users", title_justify="left")
     for name in ("user", "lines", "last access"):

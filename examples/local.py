@@ -126,7 +126,7 @@ class LocalSystem:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask, wait, then insist. A controller's workers cannot outlive it."""
+    """Terminate a process, wait, and kill it if it has not ended. A controller's workers cannot outlive it."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

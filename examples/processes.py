@@ -1,4 +1,4 @@
-"""What the kernel knows of processes: who started whom, what they wrote, how long they worked, what memory they have.
+"""What the kernel counts of processes: their children, the bytes they wrote, their processor time and their memory.
 
 Bytes written are the kernel's: ``write_bytes`` of ``/proc/<pid>/io`` counts what a process sends to storage. When a
 parent waits for a dead child, Linux adds the child's counters to the parent's; so the sum over a process and its living
@@ -60,7 +60,7 @@ def written_bytes(pid: int) -> int:
 
 
 def tree_written_bytes(root_pid: int) -> int:
-    """The same for a process and all its descendants, dead ones included."""
+    """The bytes that a process and all its descendants, dead ones included, caused to be written to storage."""
     return sum(written_bytes(pid) for pid in process_tree(root_pid))
 
 
@@ -77,12 +77,12 @@ def own_cpu_seconds(pid: int) -> float:
 
 
 def rss_bytes(pid: int) -> int:
-    """Resident memory now; 0 when the process is gone."""
+    """The resident memory of a process in bytes; 0 when it is gone."""
     return status_bytes(pid, "VmRSS")
 
 
 def rss_peak_bytes(pid: int) -> int:
-    """The most memory that was ever resident; 0 when the process is gone."""
+    """The peak of the resident memory of a process in bytes; 0 when it is gone."""
     return status_bytes(pid, "VmHWM")
 
 

@@ -9,7 +9,7 @@ The steps, in a temporary folder:
    partitions by Spark's own hash of user and cluster;
 3. mappers and reducers count the lines of one queue, in processes of their own, until it is drained;
 4. mappers alone shuffle the lines of the other; Spark reads the shuffled stream, and counts it itself;
-5. Spark reads the state table back, at one moment;
+5. Spark reads a snapshot of the state table back;
 6. both counts are compared with the independent one, key by key.
 """
 
@@ -89,7 +89,7 @@ class Mappers:
 
 
 def write_json(folder: Path, rows: int, seed: int) -> pa.Table:
-    """Step 1: the files, and what the counts must come to."""
+    """Step 1: write the files; returns the expected counts."""
     folder.mkdir()
     tables = list(Workload(seed=seed).batches(rows, -(-rows // FILES)))
     for number, table in enumerate(tables):
@@ -109,7 +109,7 @@ def spec_of(processor: str, queue: str) -> Mapping[str, Any]:
 
 
 def write_to_queue(spark: SparkSession, system: LocalSystem, queue: str) -> None:
-    """Step 2."""
+    """Step 2: stream the files into a queue."""
     query = (
         spark.readStream.schema(LINE)
         .json(str(system.folder / "json"))
@@ -123,14 +123,14 @@ def write_to_queue(spark: SparkSession, system: LocalSystem, queue: str) -> None
 
 
 def count_in_processes(system: LocalSystem) -> None:
-    """Step 3."""
+    """Step 3: count the lines of one queue with mappers and reducers as processes."""
     controller = system.run(system.write_spec(spec_of("activity", "logs")), "--until-drained")
     if controller.wait(TIMEOUT_S) != 0:
         raise ShuffleError(f"the processor ended with {controller.returncode}:\n{system.log_tail('activity', 30)}")
 
 
 def count_in_spark(spark: SparkSession, system: LocalSystem) -> pa.Table:
-    """Step 4."""
+    """Step 4: read the shuffled stream of the other queue in Spark, and count it there."""
     with Mappers(system, system.write_spec(spec_of("activity-stream", "logs-stream")), PARTITIONS) as mappers:
         lines = spark.readStream.format("shuffle").option("spec", str(mappers.spec)).load()
         counted = lines.groupBy(*KEY_COLUMNS).agg(F.max("timestamp").alias("last_access"), F.count("*").alias("count"))
@@ -147,7 +147,7 @@ def count_in_spark(spark: SparkSession, system: LocalSystem) -> pa.Table:
 
 
 def read_table(spark: SparkSession, system: LocalSystem) -> pa.Table:
-    """Step 5."""
+    """Step 5: read the state table in Spark."""
     return as_result(spark.read.format("shuffle").options(state=system.address, table=TABLE).load())
 
 

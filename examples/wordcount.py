@@ -23,8 +23,8 @@ VALUE = pa.schema([("count", pa.int64())])
 class SplitWords(Mapper):
     """One row for each word of each line, in the order in which the words stand in it.
 
-    Only what the reducers need goes through the shuffle, so the other columns of the line stay behind. Should a word
-    need something of its line, ``pc.list_parent_indices`` says from which row it came, for a ``take``.
+    Only what the reducers need goes through the shuffle, so the other columns of the line are dropped. If a word needs
+    another column of its line, ``pc.list_parent_indices`` gives the row that it came from, for a ``take``.
     """
 
     def map(self, rows: pa.Table) -> PartitionedRowset:

@@ -158,7 +158,7 @@ class Workload:
     clusters: int = 5
     skew: Skew = "thesis"
     with_user_share: float = 0.15
-    """The part of the lines that have a user; the mappers of the activity job drop the others."""
+    """The share of the lines that have a user; the mappers of the activity job drop the others."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.users <= USERS_MAX:
@@ -209,7 +209,7 @@ def generate(rows: int, seed: int = 1, partition: int = 0, **shape: Any) -> pa.T
 def batches(
     rows: int, batch_rows: int = BATCH_ROWS_DEFAULT, seed: int = 1, partition: int = 0, **shape: Any
 ) -> Iterator[pa.Table]:
-    """The same lines in batches, for those who do not want them all in memory."""
+    """The lines of ``generate`` in batches, for callers that do not keep them all in memory."""
     return Workload(seed=seed, **shape).batches(rows, batch_rows, partition)
 
 
@@ -220,21 +220,22 @@ def partition_rows(rows: int, partitions: int) -> list[int]:
 
 
 def oracle(tables: Iterable[pa.Table]) -> pa.Table:
-    """What the activity job must come to: count and last access per (user, cluster).
+    """The expected result of the activity job: count and last access per (user, cluster).
 
-    Counted by NumPy over numbered keys, so that it shares neither code nor ways with the job, which groups by Arrow.
+    It is counted by NumPy over numbered keys, so that it shares neither code nor method with the job, which groups by
+    Arrow.
     """
     return oracle_sum(oracle_part(table) for table in tables)
 
 
 def oracle_part(table: pa.Table) -> pa.Table:
-    """The oracle's answer for some of the rows, for those who count while they generate."""
+    """The oracle's result for some of the rows, for callers that count while they generate."""
     kept = table.filter(pc.is_valid(table["user"]))
     return _per_key(kept["user"], kept["cluster"], kept["timestamp"], np.ones(kept.num_rows, np.int64))
 
 
 def oracle_sum(parts: Iterable[pa.Table]) -> pa.Table:
-    """The answer for all rows out of the answers for some."""
+    """The oracle's result for all rows, from the results for parts of them."""
     total = pa.concat_tables([RESULT_SCHEMA.empty_table(), *parts])
     counts = total["count"].to_numpy()
     return _per_key(total["user"], total["cluster"], total["last_access"], counts).sort_by(
@@ -243,7 +244,7 @@ def oracle_sum(parts: Iterable[pa.Table]) -> pa.Table:
 
 
 def _per_key(users: pa.ChunkedArray, clusters: pa.ChunkedArray, times: pa.ChunkedArray, counts: _Int64) -> pa.Table:
-    """Sum of the counts and latest time for each pair of user and cluster."""
+    """The sum of the counts and the latest time for each pair of user and cluster."""
     user, cluster = (pc.dictionary_encode(column.combine_chunks()) for column in (users, clusters))
     width = max(len(cluster.dictionary), 1)
     keys = user.indices.to_numpy().astype(np.int64) * width + cluster.indices.to_numpy()
@@ -265,11 +266,11 @@ class Difference:
     """How a table of counts differs from the oracle's, summed over the keys."""
 
     rows: int
-    """The rows that the oracle counted."""
+    """The number of rows that the oracle counted."""
     lost: int
     duplicated: int
     wrong_last_access: int
-    """Keys whose count is right and whose last access is not."""
+    """The number of keys whose count is right and whose last access is not."""
 
     @property
     def exact(self) -> bool:

@@ -2,15 +2,15 @@
 
 The activity job, two mappers and two reducers, over input that is appended at a set rate. Meanwhile workers and the
 store are killed, paused, and started a second time; all connections of the workers go through a proxy
-(``perf.parts.chaos_proxy``) that cuts, delays and half-opens them; clients of the store that do nothing but take large
-answers are killed in the middle of them (``perf.parts.chaos_clients``); and where this machine lets us mount a small
+(``perf.parts.chaos_proxy``) that cuts, delays and half-opens them; clients of the store that only request large
+responses are killed in the middle of them (``perf.parts.chaos_clients``); and where this machine lets us mount a small
 file system, the store's disk becomes full and read-only. At the end the table is compared with an independent count of
 what was appended, and no process may have lost a thread that others depend on.
 
 ``longest_stall_s`` is the longest time in which nothing was committed, seen by reading the reducers' positions every
-twentieth of a second, from the first commit to the end of the faults. A fault is one act: one kill, one pause, one
-instance too many, one cut of however many connections, one full disk. The store is struck again only after something
-was committed since the last time: how long it takes to come back is measured, not how often it can be kept away.
+twentieth of a second, from the first commit to the end of the faults. A fault is one action: one kill, one pause, one
+second instance, one cut of however many connections, one full disk. The store gets its next fault only after something
+was committed since the last one: what is measured is how long it takes to come back.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ PAUSE_BETWEEN_FAULTS_S = (1.2, 3.5)
 START_S_MAX = 60.0
 DRAIN_S_MAX = 90.0
 CLIENTS = 3
-"""Each has five threads that take answers."""
+"""The number of client processes. Each has five threads that read responses."""
 ROWS_PER_S_DEFAULT = 20_000
 PROXY_VARIABLE = "grpc_proxy"
-"""Where gRPC looks for its proxy."""
+"""The environment variable from which gRPC takes its proxy."""
 PROJECT = Path(__file__).resolve().parent.parent
 
 
-class Tunnels:
-    """In place of the module ``socket`` where the store's client opens plain ones: they go through the proxy, too."""
+class ProxiedSockets:
+    """Replaces the module ``socket`` in the client of the lane, so that its plain sockets go through the proxy, too."""
 
     def __init__(self, proxy: str) -> None:
         host, _, port = proxy.removeprefix("http://").rpartition(":")
@@ -71,7 +71,7 @@ class Tunnels:
             made.sendall(f"CONNECT {address[0]}:{address[1]} HTTP/1.1\r\n\r\n".encode())
             head = b""
             while not head.endswith(b"\r\n\r\n"):
-                # Byte by byte: what comes after the head belongs to the one who asked.
+                # Byte by byte: what comes after the head belongs to the caller.
                 if not (piece := made.recv(1)):
                     raise ConnectionResetError("the proxy closed the connection")
                 head += piece
@@ -84,14 +84,14 @@ class Tunnels:
 
 
 def worker(arguments: Sequence[str]) -> None:
-    """A mapper or reducer whose connections go through the proxy. The product itself leaves proxies alone."""
+    """Run a mapper or reducer whose connections go through the proxy. The product itself uses no proxies."""
     import shuffle.statestore.remote.lane_client
     import shuffle.support.flight
 
     die_with_parent(int(arguments[0]))
     options = shuffle.support.flight._CHANNEL_OPTIONS
     options[:] = [(name, 1 if name == "grpc.enable_http_proxy" else value) for name, value in options]
-    vars(shuffle.statestore.remote.lane_client)["socket"] = Tunnels(os.environ[PROXY_VARIABLE])
+    vars(shuffle.statestore.remote.lane_client)["socket"] = ProxiedSockets(os.environ[PROXY_VARIABLE])
     sys.argv[:] = list(arguments[1:])
     runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
 
@@ -134,7 +134,7 @@ class Chaos:
         self.clients = [Slot(f"client {index}", partial(self._start_client, index)) for index in range(CLIENTS)]
         self._ends: list[tuple[float, Callable[[], None]]] = []
         self._store_ends = 0
-        """Faults of the store that are not over."""
+        """The number of faults of the store that are not over."""
         self._store_struck_s = 0.0
         self.producer = Producer(self.connect, self.seed, self.rows_per_s)
         self.watch = Watch(self.connect)
@@ -173,7 +173,7 @@ class Chaos:
         return [self.store, *self.workers, *self.clients]
 
     def connect(self) -> StateClient:
-        """Past the proxy: what is measured must not depend on who is cut off."""
+        """A client that does not use the proxy: what is measured must not depend on which connections are cut."""
         deadline_s = time.monotonic() + START_S_MAX
         while True:
             try:
@@ -232,7 +232,7 @@ class Chaos:
         time.sleep(0.02)
 
     def finish(self) -> Difference:
-        """No more faults; then everything that was appended must be in the table."""
+        """End the faults, and compare the table with everything that was appended."""
         self.watch.stopping.set()
         self.watch.join(10)
         stall_s = self.watch.longest_stall_s
@@ -305,7 +305,7 @@ class Chaos:
         return True
 
     def _kill_clients(self) -> bool:
-        """One of them, or several at once: wherever they are in their answers."""
+        """Kill one client, or several at once, wherever they are in their responses."""
         living = [(slot, process) for slot in self.clients for process in slot.processes]
         for slot, process in self.rng.sample(living, self.rng.randint(min(1, len(living)), len(living))):
             slot.kill(process)
@@ -333,13 +333,13 @@ class Chaos:
         return True
 
     def _half_open(self) -> bool:
-        """Several connections for seconds, or a single one for longer than any call waits."""
+        """Half-open several connections for seconds, or a single one for longer than any call waits."""
         if self.rng.random() < 0.25:
             return self.proxy.half_open(0.0, 45.0) > 0
         return self.proxy.half_open(self.rng.uniform(0, 0.3), self.rng.uniform(1, 6)) > 0
 
     def _store_is_due(self) -> bool:
-        """Whether something was committed since the store was last struck, and it is there to be struck again."""
+        """Whether the store runs, and something was committed since its last fault."""
         if not self.store.processes or self.store.paused or self._store_ends or self.disk.is_full:
             return False
         return self.watch.moved_s is not None and self.watch.moved_s > self._store_struck_s
@@ -382,9 +382,9 @@ class Chaos:
         return True
 
     def _read_only(self) -> bool:
-        """The store is killed and finds its disk read-only when it comes back; later it may be written again.
+        """Kill the store, and make its disk read-only for when it comes back; later it is made writable again.
 
-        A file system cannot be made read-only under files that are open for writing, so it takes the kill.
+        A file system cannot be made read-only while files on it are open for writing, so the store is killed first.
         """
         self.store.kill(self.store.processes[0])
         if not self.disk.remount("ro"):
@@ -392,15 +392,15 @@ class Chaos:
         self._end_store_later(self.rng.uniform(0.5, 2.0), self.disk.make_writable)
         return True
 
-    # --- what is told ---
+    # --- what is reported ---
 
     def worst(self) -> list[str]:
-        """The longest stalls, and what was done shortly before and in them."""
-        told = []
+        """The longest stalls, each with the faults shortly before it and in it."""
+        lines = []
         for length_s, end_s in sorted(self.watch.stalls, reverse=True)[:3]:
             acts = [kind for at_s, kind in self.log if end_s - length_s - 3 <= at_s <= end_s]
-            told.append(f"{length_s:.1f} s: {', '.join(acts)}")
-        return told
+            lines.append(f"{length_s:.1f} s: {', '.join(acts)}")
+        return lines
 
 
 def run(minutes: float, seed: int, rows_per_s: int, json_path: Path | None, keep: bool) -> int:
@@ -469,7 +469,9 @@ def main() -> int:
     parser.add_argument("--rows-per-s", type=int, default=ROWS_PER_S_DEFAULT)
     parser.add_argument("--keep", action="store_true", help="leave the folder with the logs")
     options = parser.parse_args()
-    return report.told(lambda: run(options.minutes, options.seed, options.rows_per_s, options.json, options.keep))
+    return report.run_and_report_errors(
+        lambda: run(options.minutes, options.seed, options.rows_per_s, options.json, options.keep)
+    )
 
 
 if __name__ == "__main__":

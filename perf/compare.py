@@ -7,15 +7,15 @@ Two jobs on the activity logs, every row with a user:
 - *repartition*: full rows by their key, on this project (with reducers that keep no state) and on Spark.
 
 Every system has both cores, two partitions of everything, and reads the same rows in the form that it reads best. Each
-is warmed up once, then all take turns, ``--rounds`` times; medians are compared. While one is at work, the JVMs of the
-others stand still (see ``perf.yardsticks.compare_peer``). Each result is compared with the same
-independent count before its time counts (see ``perf.yardsticks.compare_systems``, also for what the clocks mean).
+is warmed up once, then all take turns, ``--rounds`` times; medians are compared. While one runs, the JVMs of the
+others are stopped (see ``perf.yardsticks.compare_peer``). Each result is compared with the same
+independent count before its time counts (see ``perf.yardsticks.compare_systems``, also for what the clocks measure).
 
 - ``count_vs_spark``, ``count_vs_flink``: MB/s of this project alone over theirs;
 - ``cpu_vs_spark``: processor seconds per GB of the count, over Spark's;
 - ``repartition_vs_spark``: MB/s over Spark's.
 
-MB are of the rows as Arrow data, all columns, whatever a system reads of them.
+MB are those of the rows as Arrow data, with all columns, whatever a system reads of them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ OURS, UNDER_SPARK, SPARK, FLINK = "this project", "this project under Spark", "S
 COUNT, REPARTITION = "count", "repartition"
 
 Key = tuple[str, str]
-"""Job and system."""
+"""The name of a job and the name of a system."""
 Runs = dict[Key, list[Run]]
 
 
@@ -97,16 +97,16 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[Runs, dict[Key, Run
         folder, workload, args.rows, MAPPERS, READ_ROWS, args.batch_rows // FILES_PER_BATCH, python is not None
     )
     with ExitStack() as stack:
-        works, parts = systems(args, given, folder, stack, python)
-        # The first run of each starts its processes and compiles its code; it says how long that takes.
-        cold = {key: told(key, "warming up", work) for key, work in works.items()}
-        runs: Runs = {key: [] for key in works}
+        jobs, parts = systems(args, given, folder, stack, python)
+        # The first run of each system starts its processes and compiles its code; it shows how long that takes.
+        cold = {key: run_and_report(key, "warming up", job) for key, job in jobs.items()}
+        runs: Runs = {key: [] for key in jobs}
         rounds = 0
         while rounds < args.rounds and (not rounds or time.monotonic() < deadline_s):
             rounds += 1
-            for key, work in works.items():
-                runs[key].append(told(key, f"round {rounds}", work))
-        made_of = {name: told((COUNT, FLINK), name, work).mb_per_s for name, work in parts.items()}
+            for key, job in jobs.items():
+                runs[key].append(run_and_report(key, f"round {rounds}", job))
+        made_of = {name: run_and_report((COUNT, FLINK), name, job).mb_per_s for name, job in parts.items()}
     details: dict[str, Any] = {
         "rows": args.rows,
         "row_bytes": given.row_bytes,
@@ -133,26 +133,27 @@ def flink_python(args: argparse.Namespace) -> Path | None:
 def systems(
     args: argparse.Namespace, given: Input, folder: Path, stack: ExitStack, python: Path | None
 ) -> tuple[dict[Key, Callable[[], Run]], dict[str, Callable[[], Run]]]:
-    """The work of each system, in the order in which they take turns; and what Flink's is made of."""
+    """The jobs of each system, in the order in which they take turns; and the parts of Flink's job, each by itself."""
     ours = Ours(given, folder, stack)
-    works: dict[Key, Callable[[], Run]] = {(COUNT, OURS): ours.count}
+    jobs: dict[Key, Callable[[], Run]] = {(COUNT, OURS): ours.count}
     parts: dict[str, Callable[[], Run]] = {}
     if "spark" not in args.without:
         spark = Spark(given, folder, stack, ours)
-        works[COUNT, SPARK] = spark.count
-        works[COUNT, UNDER_SPARK] = lambda: spark.reduce_stream(args.batch_rows)
-        works[REPARTITION, SPARK] = spark.repartition
-    works[REPARTITION, OURS] = ours.repartition
+        jobs[COUNT, SPARK] = spark.count
+        jobs[COUNT, UNDER_SPARK] = lambda: spark.reduce_stream(args.batch_rows)
+        jobs[REPARTITION, SPARK] = spark.repartition
+    jobs[REPARTITION, OURS] = ours.repartition
     if python is not None:
         counted = FlinkCount(given, folder, stack, python)
-        works[COUNT, FLINK] = counted.count
+        jobs[COUNT, FLINK] = counted.count
         parts["flink_count_discarded_mb_per_s"] = lambda: counted.run("count_discarded")
         parts["flink_only_reading_mb_per_s"] = lambda: counted.run("read")
-    return works, parts
+    return jobs, parts
 
 
-def told(key: Key, what: str, work: Callable[[], Run]) -> Run:
-    run = work()
+def run_and_report(key: Key, what: str, job: Callable[[], Run]) -> Run:
+    """Run one job once, and print its speed."""
+    run = job()
     say(f"{what}: {key[0]}, {key[1]}: {run.mb_per_s:.0f} MB/s")
     return run
 
@@ -170,11 +171,11 @@ def publish(args: argparse.Namespace, runs: Runs, cold: Mapping[Key, Run], detai
     series = {"kind": "compare", "systems": found}
     figures = {**details, "systems": found}
     report.publish("compare: ratios of medians", bars(runs), figures, args.json, LIMITS, series)
-    compare_pictures.draw_and_tell(series, args.pictures)
+    compare_pictures.draw_and_report(series, args.pictures)
 
 
 def bars(runs: Runs) -> dict[str, float]:
-    """Those of the systems that were measured."""
+    """The bars of the systems that were measured."""
 
     def ratio(job: str, other: str, figure: Callable[[Run], float]) -> float:
         ours = report.median(figure(run) for run in runs[job, OURS])
@@ -229,4 +230,4 @@ def table(found: Sequence[Mapping[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(report.told(main))
+    sys.exit(report.run_and_report_errors(main))

@@ -1,12 +1,12 @@
-"""What do the others notice when a mapper or a reducer is away, and how soon has it caught up when it is back?
+"""What do the other workers notice when a mapper or a reducer is down, and how soon does it catch up afterwards?
 
 The thesis's experiments: the activity job under a steady load, first with one mapper down for a while, then with one
 reducer down. A worker that goes down is paused (SIGSTOP) and killed at the end of the outage, as in the thesis, or with
 ``--how kill`` killed (SIGKILL) at its beginning; either way a new instance is started when the outage ends. All workers
 are started one by one, without a controller, which would start a dead one again at once.
 
-The input is paced at half of what this machine can do. That is measured first, with all parties running as later on:
-as many rows as the mappers take are appended, and what all reducers have committed counts.
+The input is paced at half of this machine's capacity. That is measured first, with all processes running as later on:
+rows are appended as fast as the mappers read them, and the rows that all reducers have committed are counted.
 
     mapper_down_others    input rows/s of the other mappers that all reducers have committed, during over before
     mapper_catch_up_s     from the start of the mapper's new process until it reads rows no later than before the outage
@@ -45,7 +45,8 @@ PROCESSOR = "failures"
 QUEUE = "paced"
 APPEND_ROWS = 20_000
 UNREAD_ROWS_MAX = 400_000
-"""Of one partition, while the capacity is measured: more than a mapper takes between two samples."""
+"""The most unread rows of one partition while the capacity is measured: more than a mapper reads between two
+samples."""
 
 START_TIMEOUT_S = 60.0
 WARM_UP_S, CAPACITY_S = 5.0, 10.0
@@ -53,12 +54,13 @@ SETTLE_S = 5.0
 BEFORE_S = 20.0
 AFTER_S_MIN = 20.0
 CALM_S = 3.0
-"""All is as before when it has been so for this long."""
+"""The time in seconds for which everything must be as before the outage until the outage counts as over."""
 LAG_NORMAL_S_MIN = 0.5
-"""A read lag below this is never late: it is how often we look at anything else."""
+"""The read lag in seconds below which a mapper is never late: it is the time between two samples of everything else."""
 
 MEMORY_SHARE = 0.4
-"""Of the machine's memory, that all windows together may take. They hold the rows of an outage without spilling."""
+"""The share of the machine's memory that all windows together may take. They hold the rows of an outage without
+spilling."""
 MB = 1_000_000
 
 
@@ -75,7 +77,7 @@ class Outage:
 
 
 class Experiment:
-    """A running processor, its input, and those who look at it."""
+    """A running processor, its input, and the threads that sample its workers."""
 
     def __init__(self, args: argparse.Namespace, system: LocalSystem, state: Any) -> None:
         self.args = args
@@ -123,7 +125,7 @@ class Experiment:
                 raise ShuffleError(f"{what} took more than {timeout_s:.0f} s:\n{logs}")
 
     def watch(self, seconds: float, down: tuple[str, int] | None = None) -> None:
-        """Let time pass; a worker that ends unasked, or an input that fails, ends the experiment."""
+        """Let time pass. A worker that ends by itself, or an input that fails, ends the experiment."""
         end_s = time.monotonic() + seconds
         while True:
             for (role, index), worker in self._workers.items():
@@ -140,13 +142,13 @@ class Experiment:
     # -- load ---------------------------------------------------------------------------------------------------------
 
     def done_rows(self, at_s: float) -> float:
-        """Input rows committed by all reducers, over all mappers."""
+        """The number of input rows, of all mappers together, that all reducers have committed."""
         return float(sum(series.at("done_rows", at_s) for series in self.sampler.mappers))
 
     def capacity_rows_per_s(self) -> float:
-        """Input rows per second that this machine can take in, shuffle and commit, their appending included."""
+        """The input rows per second that this machine can append, map, shuffle and commit at the same time."""
         mappers = self.sampler.mappers
-        self.input.as_fast_as(lambda p: self.input.appended_rows(p) - mappers[p].last("read_rows") < UNREAD_ROWS_MAX)
+        self.input.append_while(lambda p: self.input.appended_rows(p) - mappers[p].last("read_rows") < UNREAD_ROWS_MAX)
         self.watch(WARM_UP_S)
         begin_s = time.monotonic()
         self.watch(CAPACITY_S)
@@ -157,7 +159,8 @@ class Experiment:
         return found
 
     def check_room(self, rows_per_s: float) -> None:
-        """While a reducer is down, and none of its rows are spilled, nothing of the input can be trimmed."""
+        """Raise if the disk has no room for the input of an outage: while a reducer is down, and nothing is spilled,
+        none of it can be trimmed."""
         input_bytes = rows_per_s * self.input.row_bytes * (self.args.minutes * 60 + AFTER_S_MIN)
         free_bytes = shutil.disk_usage(self._system.folder).free
         if input_bytes > 0.9 * free_bytes:
@@ -175,7 +178,7 @@ class Experiment:
     # -- outages ------------------------------------------------------------------------------------------------------
 
     def outage(self, role: str, index: int) -> Outage:
-        """One worker down and back again, under load; returns when all is as it was before."""
+        """Take one worker down and start it again, under load; returns when everything is as before."""
         minutes, paused = self.args.minutes, self.args.how == "pause"
         before_s = time.monotonic()
         self.watch(BEFORE_S)
@@ -199,7 +202,7 @@ class Experiment:
         return Outage(role, index, before_s, begin_s, end_s, time.monotonic())
 
     def _window_bytes(self, begin_s: float, end_s: float) -> list[float]:
-        """Samples of all windows in that time; unknown ones are taken for infinite."""
+        """The samples of all windows in that time; unknown ones count as infinite."""
         found = [x for series in self.sampler.mappers for x in series.between("window_bytes", begin_s, end_s)]
         return [float(x) for x in np.nan_to_num(found, nan=np.inf)] or [np.inf]
 
@@ -213,7 +216,8 @@ class Experiment:
 
 
 def others_ratio(all_series: Sequence[Series], name: str, outage: Outage) -> float:
-    """The others' rate of a counter during the outage, over before. The first sample of each is left aside."""
+    """The rate of a counter of the other workers during the outage, over their rate before it. The first sample of each
+    period is left out."""
     others = [series for index, series in enumerate(all_series) if index != outage.index]
     during = sum(series.rate(name, outage.begin_s + PERIOD_S, outage.end_s) for series in others)
     return during / sum(series.rate(name, outage.before_s + PERIOD_S, outage.begin_s) for series in others)
@@ -242,7 +246,7 @@ def mapper_figures(outage: Outage, lags: Sequence[tuple[Any, Any]], mappers: Seq
 
 
 def reducer_figures(outage: Outage, mappers: Sequence[Series], reducers: Sequence[Series]) -> dict[str, float]:
-    """What its rows came to in the windows, and when they were gone again."""
+    """How many bytes the rows of the reducer took in the windows, and when they were gone again."""
     windows = [series.between("window_bytes", outage.before_s, outage.begin_s) for series in mappers]
     before = np.nanmax(np.concatenate(windows))
     back = [
@@ -266,7 +270,7 @@ def reducer_figures(outage: Outage, mappers: Sequence[Series], reducers: Sequenc
 
 
 def drawn_series(outages: Sequence[Outage], experiment: Experiment, lags: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
-    """What the pictures need, once a second, in seconds from the first moment observed."""
+    """The series for the pictures, one value a second, in seconds from the first moment observed."""
     zero_s = outages[0].before_s
     grid_s = np.arange(zero_s, outages[-1].after_s, 1.0)
 
@@ -303,7 +307,7 @@ def drawn_series(outages: Sequence[Outage], experiment: Experiment, lags: Sequen
 
 
 def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, float], dict[str, Any], dict[str, Any]]:
-    """Bars, details and series."""
+    """Run the experiments; returns bars, details and series."""
     with LocalSystem(folder) as system, system.connect() as state:
         experiment = Experiment(args, system, state)
         with experiment.sampler, experiment.input as paced:
@@ -384,9 +388,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "duplicated": "0",
     }
     report.publish("failures: one worker down at half load", bars, details, args.json, limits, series)
-    pictures.draw_and_tell(series, args.pictures)
+    pictures.draw_and_report(series, args.pictures)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(report.told(main))
+    sys.exit(report.run_and_report_errors(main))

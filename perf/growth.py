@@ -1,12 +1,12 @@
 """How does the cost of a row grow with the number of mappers, reducers and keys, the size of rows and of batches?
 
 Cost is processor time per million rows, by role. For each point all processes are up and idle before the rows appear:
-these are written ahead of time and made visible by one transaction, and the clock runs from then to the last commit. So
-starting processes is not in it, and on a small machine many mappers may still be measured.
+the rows are staged in advance and published by one transaction, and the clock runs from then to the last commit. So the
+start of processes is not measured, and many mappers can be measured even on a small machine.
 
-What bends a curve is the role whose cost grows most along it; with it the rows of a commit are shown, since that is
-what fixed costs are shared by. ``thesis`` is the activity job as in the thesis (most lines without a user, which the
-mappers drop): its costs by role are what the extrapolation to 450 mappers, 10 reducers and 3.5 GB/s is made from.
+For each curve the role whose cost grows most along it is named, with the rows of a commit, since these share the fixed
+costs. ``thesis`` is the activity job as in the thesis (most lines without a user, which the mappers drop): the
+extrapolation to 450 mappers, 10 reducers and 3.5 GB/s is made from its costs by role.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BYTES_PER_POINT = 230_000_000
 ROWS_PER_POINT = 2_000_000
 THESIS_ROWS = 6_000_000
 BATCHES_PER_POINT = 400
-"""Small batches: so many of them are enough to know what one costs."""
+"""The number of batches of a point with small batches: enough to measure the cost of one."""
 
 SHORT: Mapping[str, tuple[int, ...]] = {
     "mappers": (1, 4, 16),
@@ -72,7 +72,7 @@ ROLES = ("store", "mapper", "reducer")
 
 @dataclass(frozen=True)
 class Point:
-    """One place on one curve."""
+    """One point on one curve: the settings of one run."""
 
     axis: str
     value: int
@@ -98,7 +98,7 @@ class Point:
 
     @property
     def job(self) -> tuple[str, str, list[str]]:
-        """Mapper, reducer, and the columns of the key."""
+        """The classes of mapper and reducer, and the columns of the key."""
         if self.axis == "thesis":
             return "examples.activity:ParseLogs", "examples.activity:DeclaredCountByUser", KEY_COLUMNS
         reducer = "perf.common.keyed_rows:CountByKey" if self.axis == "keys" else "perf.common.jobs:KeepNothing"
@@ -107,7 +107,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one point came to."""
+    """The measured cost of one point."""
 
     point: Point
     rows: int
@@ -117,11 +117,11 @@ class Cost:
     cpu_s: Mapping[str, float]
     commits: int
     memory_bytes: Mapping[str, float]
-    """Of one process of each role, on average."""
+    """The average memory of one process of each role, in bytes."""
     written_bytes: int
 
     def cost(self, role: str) -> float:
-        """What is compared along a curve: the cost of a row, or of a byte where it is the rows that grow."""
+        """The cost that is compared along a curve: that of a row, or that of a byte where the size of rows grows."""
         return self.cpu_s[role] / (self.input_bytes if self.point.axis == "row_bytes" else self.rows)
 
     def us_per_row(self, role: str | None = None) -> float:
@@ -191,7 +191,7 @@ Staged = list[tuple[int, str]]
 def stage(
     state: StateClient, queue: str, point: Point, key: list[str], seed: int
 ) -> tuple[Staged, Buckets, tuple[int, int]]:
-    """Write all rows, not visible yet. Returns their ids, where each row goes, and how many rows and bytes they are."""
+    """Stage all rows. Returns their staged ids, the reducer of each row, and the number of rows and bytes."""
     buckets = Buckets(point.mappers, point.reducers, key)
     staged: Staged = []
     rows = size_bytes = 0
@@ -225,7 +225,7 @@ def run(
     buckets: Buckets,
     given: tuple[int, int],
 ) -> Cost:
-    """Make the rows visible, and wait until the last of them is committed."""
+    """Publish the staged rows, and wait until the last of them is committed."""
     pids = {"store": [system.store_pid]}
     pids |= {role: list(workers(controller.pid, role).values()) for role in ("mapper", "reducer")}
     everyone = [pid for of in pids.values() for pid in of]
@@ -260,7 +260,7 @@ def run(
 
 
 def bends(costs: Sequence[Cost]) -> str:
-    """Which role the cost along a curve grows by, or that it does not grow."""
+    """A sentence that names the role whose cost grows along a curve, or says that the cost does not grow."""
     totals = [sum(cost.cost(role) for role in ROLES) for cost in costs]
     dearest, cheapest = costs[totals.index(max(totals))], costs[totals.index(min(totals))]
     if max(totals) < 1.25 * min(totals):
@@ -330,9 +330,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     series = {"kind": "growth", "curves": found}
     report.show(table(curves))
     report.publish("growth", bars, {**details, "curves": found}, args.json, None, series)
-    compare_pictures.draw_and_tell(series, args.pictures)
+    compare_pictures.draw_and_report(series, args.pictures)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(report.told(main))
+    sys.exit(report.run_and_report_errors(main))

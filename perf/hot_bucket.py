@@ -1,16 +1,17 @@
-"""What does one bucket with ten times the rows of each other cost those others, when its reducer cannot keep up?
+"""What does a bucket with ten times the rows of each other one cost the others, when its reducer cannot keep up?
 
-Four mappers, eight reducers, rows appended at a set rate. At first all buckets get the same. Then one of them gets ten
-times as much, and the others what they got before. Its reducer can take half of that, so its rows gather, fill the
-windows, and go to the spill while it reads the older ones from there.
+Four mappers, eight reducers, rows appended at a set rate. At first all buckets get the same number of rows. Then one of
+them gets ten times as many, and the others as many as before. Its reducer can process half of them, so its rows fill
+the windows, and go to the spill while it reads the older ones from there.
 
 - ``others_ratio``: rows per second that the other reducers commit while it is hot, over before.
 - ``others_behind_s``: rows appended for the others and not committed when the last were appended, in seconds of input.
-- ``lost``, ``duplicated``: rows, by an independent count of the input. ``spill_left_bytes``: of files, at the end.
-- ``append_late_s``: how far the appends were behind their time at the most. If that is much, the machine was too slow
-  for the rate, and the others' rows were not there to be had.
+- ``lost``, ``duplicated``: rows, by an independent count of the input.
+- ``spill_left_bytes``: the bytes of spill files that are left at the end.
+- ``append_late_s``: the longest time by which an append was late. If it is large, the machine was too slow for the
+  rate, and the others' rows were not there to be read.
 
-With ``--without-spill`` the windows fill and reading stops: what the figure is then shows that it measures something.
+With ``--without-spill`` the windows fill and reading stops: the figure must then be much lower, or it measures nothing.
 """
 
 from __future__ import annotations
@@ -49,20 +50,20 @@ from shuffle.statestore import StateClient, Transaction
 
 HOT = 3
 HOT_TIMES = 10
-"""The hot bucket's rows over those of each other one."""
+"""The number of rows of the hot bucket for each row of another bucket."""
 TAKEN_SHARE = 0.5
-"""Of the hot bucket's rows: what its reducer can take."""
+"""The share of the hot bucket's rows that its reducer can process."""
 ROWS_PER_S_DEFAULT = 120_000
 APPEND_ROWS = 10_000
-"""In one append before, of all buckets; later there are the hot bucket's rows on top."""
+"""The number of rows in one append, of all buckets together; while one is hot, its additional rows come on top."""
 EVEN_S, HOT_S = 10.0, 20.0
 SETTLE_S = 2.0
-"""After a change, this long is not counted."""
+"""The time in seconds after a change that is not counted."""
 BATCHES_PER_MAPPER = 4
 
 
 class PacedCount(CountByUser):
-    """``CountByUser``, with one reducer that takes only so many rows per second."""
+    """``CountByUser``, with one reducer that processes only a set number of rows per second."""
 
     def __init__(self, config: Mapping[str, Any], spec: WorkerSpec, state: StateClient) -> None:
         super().__init__(config, spec, state)
@@ -75,12 +76,12 @@ class PacedCount(CountByUser):
 
 
 class Input:
-    """All that will be appended, known in advance: a few batches that are used in turn, even ones and then hot ones."""
+    """The whole input, known in advance: a few batches that are used in turn, first even ones and then hot ones."""
 
     def __init__(self, seed: int, even_appends: int, hot_appends: int) -> None:
         self.even_appends = even_appends
         self.appends = even_appends + hot_appends
-        """Of each mapper's partition."""
+        """The number of appends to each mapper's partition."""
         workload = Workload(seed=seed, with_user_share=1.0, skew="uniform")
         self._even = [
             [workload.rows(n * APPEND_ROWS, (n + 1) * APPEND_ROWS, mapper) for n in range(BATCHES_PER_MAPPER)]
@@ -103,7 +104,7 @@ class Input:
 
 
 def _heated(batch: pa.Table) -> pa.Table:
-    """``batch`` with the hot bucket's rows as often as it is hot."""
+    """``batch`` with each of the hot bucket's rows ``HOT_TIMES`` times."""
     indexes = hash_partition(batch, by=KEY_COLUMNS, reducers=REDUCERS).partition_indexes
     hot = batch.filter(pa.array(indexes == HOT))
     return pa.concat_tables([batch, *[hot] * (HOT_TIMES - 1)]).combine_chunks()
@@ -245,7 +246,7 @@ class Run:
         return sum(self._total(reducer) for reducer in range(REDUCERS) if reducer != HOT)
 
     def _rate_until(self, done: Any) -> float:
-        """Rows per second that the others commit, from a little after now on."""
+        """The rows per second that the other reducers commit, from ``SETTLE_S`` after now on."""
         time.sleep(SETTLE_S)
         begin_s, begin = time.monotonic(), self._others()
         self._wait_for(done)
@@ -277,4 +278,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(report.told(main))
+    sys.exit(report.run_and_report_errors(main))

@@ -5,11 +5,12 @@ producer notes when the store has acknowledged each append; the reducer notes wh
 that the rows were in. Both use the machine's monotonic clock, which all processes share. Every row is one measurement:
 those of one append may go to several reducers, and count by the commit they were in themselves.
 
-The floor is what cannot be saved, measured in the same run before and after the load: one synced append, two small
-Flight calls (the mapper's read of the queue, the reducer's GetRows) and one synced commit, one after the other.
+The floor is the least that the parts can take, measured in the same run before and after the load: one synced append,
+two small Flight calls (the mapper's read of the queue, the reducer's GetRows) and one synced commit, one after the
+other.
 
-What the benchmark itself does takes its share of the processors too, so the rows are made before the clock starts.
-``cpu_ms_per_append`` says where the time of the processors went.
+The benchmark itself takes processor time, too, so the rows are made before the clock starts. ``cpu_ms_per_append`` says
+which processes used the processors.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class TimedCountByUser(CountByUser):
 
 @dataclass(frozen=True)
 class Load:
-    """The paced input."""
+    """The settings of the paced input."""
 
     rows_per_s: int
     rows_per_append: int
@@ -102,7 +103,7 @@ def made_rows(load: Load, appends: int) -> list[pa.RecordBatch]:
     rows = Workload(seed=load.seed, with_user_share=1.0).rows(0, appends * load.rows_per_append)
     numbers = pa.array(np.repeat(np.arange(appends), load.rows_per_append), pa.int64())
     rows = rows.append_column(INPUT_SCHEMA.field(APPEND_COLUMN), numbers).combine_chunks()
-    # Each in memory of its own, as a producer would have them, and not a slice that drags the others along.
+    # Each batch has memory of its own, as a producer's would have, and is not a slice of all rows.
     return [
         pa.concat_batches([rows.slice(begin, load.rows_per_append).to_batches()[0]])
         for begin in range(0, rows.num_rows, load.rows_per_append)
@@ -110,7 +111,7 @@ def made_rows(load: Load, appends: int) -> list[pa.RecordBatch]:
 
 
 def paced_appends(state: StateClient, load: Load, made: Sequence[pa.RecordBatch], first: int) -> dict[int, int]:
-    """Append at the set rate; gives for each append, numbered from ``first``, the time of its acknowledgement in ns."""
+    """Append at the set rate. Returns for each append, numbered from ``first``, when it was acknowledged, in ns."""
     queue = state.queue(QUEUE)
     acknowledged: dict[int, int] = {}
     begin = time.monotonic()
@@ -122,7 +123,7 @@ def paced_appends(state: StateClient, load: Load, made: Sequence[pa.RecordBatch]
 
 
 def commits(folder: Path) -> np.ndarray[Any, Any]:
-    """The notes of all reducers: so many rows of this append were committed at this time."""
+    """The records of all reducers: an append, the number of its rows in a commit, and the time of that commit."""
     found = []
     for path in sorted(folder.glob("reducer-*.bin")):
         data = path.read_bytes()
@@ -131,7 +132,7 @@ def commits(folder: Path) -> np.ndarray[Any, Any]:
 
 
 def row_latencies_ms(notes: np.ndarray[Any, Any], acknowledged: Mapping[int, int]) -> list[float]:
-    """One number for each row of the appends that were acknowledged then."""
+    """The latency in milliseconds of each row of the appends in ``acknowledged``."""
     first, last = min(acknowledged), max(acknowledged)
     notes = notes[(notes["append"] >= first) & (notes["append"] <= last)]
     appended_ns = np.array([acknowledged[append] for append in notes["append"].tolist()])
@@ -140,7 +141,7 @@ def row_latencies_ms(notes: np.ndarray[Any, Any], acknowledged: Mapping[int, int
 
 
 def cpu_by_role(system: LocalSystem, controller_pid: int) -> dict[str, float]:
-    """Seconds of processor time so far, of each role's processes together."""
+    """The processor time in seconds so far of all processes of each role."""
     found = {"producer": time.process_time(), "store": processes.cpu_seconds(system.store_pid)}
     for role in ("mapper", "reducer"):
         found[role] = sum(processes.cpu_seconds(pid) for pid in workers(controller_pid, role).values())
@@ -160,7 +161,7 @@ def wait_until(
 
 
 def floor_ms(state: StateClient, load: Load) -> dict[str, list[float]]:
-    """Each part of the floor, round by round."""
+    """The time in milliseconds of each part of the floor, in each round."""
     workload = Workload(seed=load.seed, with_user_share=1.0)
     state.create_queue(FLOOR_QUEUE, schema=SCHEMA, partitions=1, if_not_exists=True)
     state.create_table(FLOOR_TABLE, key=FLOOR_KEY, value=FLOOR_VALUE, if_not_exists=True)
@@ -189,12 +190,12 @@ def floor_ms(state: StateClient, load: Load) -> dict[str, list[float]]:
 
 @dataclass
 class Measured:
-    """What a run found."""
+    """The measurements of one run."""
 
     latencies_ms: list[float]
     floor_ms: dict[str, list[float]]
     commits: int
-    """Commits of all reducers during the measured time."""
+    """The number of commits of all reducers during the measured time."""
     cpu_ms_per_append: dict[str, float]
 
 
@@ -282,4 +283,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(report.told(main))
+    sys.exit(report.run_and_report_errors(main))

@@ -67,7 +67,7 @@ LIMITS = {
 
 @dataclass
 class Bench:
-    """One Spark session, one store, and what was measured so far."""
+    """One Spark session, one store, and the measurements so far."""
 
     spark: SparkSession
     system: LocalSystem
@@ -116,7 +116,7 @@ def finished(query: StreamingQuery) -> list[dict[str, Any]]:
 
 
 def seconds_after_first(progress: Sequence[dict[str, Any]]) -> float:
-    """From the end of the first micro-batch to the end of the last."""
+    """The time in seconds from the end of the first micro-batch to the end of the last."""
 
     def end(one: dict[str, Any]) -> float:
         began = dt.datetime.fromisoformat(one["timestamp"].replace("Z", "+00:00")).timestamp()
@@ -148,7 +148,7 @@ def mappers_of(bench: Bench, name: str, memory: str) -> Mappers:
 
 
 def wait_mapped(mappers: Mappers, rows: int) -> None:
-    """Until all rows are in the windows."""
+    """Wait until all rows are in the windows."""
     spec = load_spec(mappers.spec)
     processor = Processor(StoreHandle(spec.state, 30.0), spec.processor)
     deadline_s = time.monotonic() + QUERY_TIMEOUT_S
@@ -325,7 +325,7 @@ def main() -> int:
     parser.add_argument("--batch-rows", type=int, default=500_000, help="rows of each micro-batch (default: 500,000)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each pair is run (default: 3)")
     args = parser.parse_args()
-    return report.told(lambda: measure(args))
+    return report.run_and_report_errors(lambda: measure(args))
 
 
 if __name__ == "__main__":

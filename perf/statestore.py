@@ -53,7 +53,7 @@ BULK_KEY = pa.schema([("user", pa.string()), ("cluster", pa.string())])
 BULK_VALUE = pa.schema([("last_access", pa.timestamp("us")), ("count", pa.int64())])
 BULK_ROWS = 10_000
 BULK_TRANSACTIONS = 10
-"""Of a round; each round upserts other keys, and looks up those of all rounds."""
+"""The number of transactions in a round; each round upserts other keys, and looks up those of all rounds."""
 
 QUEUE = "log"
 QUEUE_BATCH_ROWS = 8_192
@@ -70,21 +70,21 @@ LIMITS = {
 
 
 @dataclass
-class Found:
-    """What was measured so far."""
+class Results:
+    """The measurements so far."""
 
     bars: dict[str, float] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
 
     def ratio(self, bar: str, unit: str, ours: Sequence[float], raw: Sequence[float]) -> None:
-        """A bar that is the median of ``ours`` over the median of ``raw``; both are noted beside it."""
+        """Add a bar: the median of ``ours`` over the median of ``raw``. Both are added to the details."""
         self.bars[bar] = report.median(ours) / report.median(raw)
         name = bar.removesuffix("_ratio")
         self.details[name] = {f"{unit}": report.spread(ours), f"raw_{unit}": report.spread(raw)}
 
 
 def in_turns(rounds: int, raw: Callable[[int], float], ours: Callable[[int], float]) -> tuple[list[float], list[float]]:
-    """Each of the two once in every round; the first round only warms up."""
+    """Measure each of the two once in every round; the first round only warms up."""
     found: tuple[list[float], list[float]] = [], []
     for number in range(rounds + 1):
         for values, measure in zip(found, (raw, ours), strict=True):
@@ -94,7 +94,7 @@ def in_turns(rounds: int, raw: Callable[[int], float], ours: Callable[[int], flo
     return found
 
 
-def group_commit(system: LocalSystem, state: StateClient, raw: RawRocks, rounds: int, found: Found) -> None:
+def group_commit(system: LocalSystem, state: StateClient, raw: RawRocks, rounds: int, found: Results) -> None:
     schema = state.create_table(SMALL_TABLE, key=SMALL_KEY, value=SMALL_VALUE)
     keys, values = (to_list(column) for column in Table(schema).encode_rows(small_row("raw", 0)))
     took_ms: list[float] = []
@@ -128,7 +128,7 @@ def group_commit(system: LocalSystem, state: StateClient, raw: RawRocks, rounds:
 
 
 def bulk_rows(first: int, rows: int) -> pa.Table:
-    """Rows ``first`` and on of the bulk table, in an order that is not that of their keys."""
+    """``rows`` rows of the bulk table from row ``first`` on, not in the order of their keys."""
     numbers = np.random.default_rng(first).permutation(np.arange(first, first + rows)).tolist()
     return pa.table(
         {
@@ -140,7 +140,7 @@ def bulk_rows(first: int, rows: int) -> pa.Table:
     )
 
 
-def bulk(state: StateClient, raw: RawRocks, rounds: int, found: Found) -> None:
+def bulk(state: StateClient, raw: RawRocks, rounds: int, found: Results) -> None:
     handle = Table(state.create_table(BULK_TABLE, key=BULK_KEY, value=BULK_VALUE))
     tables = [bulk_rows(at * BULK_ROWS, BULK_ROWS) for at in range((rounds + 1) * BULK_TRANSACTIONS)]
     encoded = [tuple(to_list(column) for column in handle.encode_rows(rows)) for rows in tables]
@@ -193,7 +193,7 @@ def _per_s(work: Callable[[int], None], items: Sequence[int], each: int) -> floa
     return len(items) * each / (time.monotonic() - begin)
 
 
-def queue_append(system: LocalSystem, state: StateClient, workload: Workload, rows: int, found: Found) -> None:
+def queue_append(system: LocalSystem, state: StateClient, workload: Workload, rows: int, found: Results) -> None:
     queue = state.create_queue(QUEUE, schema=SCHEMA, partitions=1)
     batches = list(workload.batches(rows, QUEUE_BATCH_ROWS))
     os.sync()  # what was written before must not be sent to storage, and counted, now
@@ -215,7 +215,7 @@ def queue_append(system: LocalSystem, state: StateClient, workload: Workload, ro
 
 
 def read_all(state: StateClient, rows: int) -> float:
-    """MB/s of a whole partition, read as a mapper reads it."""
+    """Read a whole partition as a mapper does; returns MB/s."""
     queue = state.queue(QUEUE)
     position = data_bytes = 0
     begin = time.monotonic()
@@ -225,7 +225,7 @@ def read_all(state: StateClient, rows: int) -> float:
     return data_bytes / (time.monotonic() - begin) / MB
 
 
-def queue_read(system: LocalSystem, workload: Workload, rows: int, rounds: int, found: Found) -> None:
+def queue_read(system: LocalSystem, workload: Workload, rows: int, rounds: int, found: Results) -> None:
     stream = raw_flight.Stream(workload, 0, rows, QUEUE_BATCH_ROWS, 1)
     with (
         raw_flight.servers([stream]) as (address,),
@@ -248,7 +248,7 @@ def queue_read(system: LocalSystem, workload: Workload, rows: int, rounds: int, 
     found.details["queue_read"]["mapped_mb_per_s"] = report.spread(mapped[1:])
 
 
-def scan(system: LocalSystem, state: StateClient, rows: int, found: Found) -> None:
+def scan(system: LocalSystem, state: StateClient, rows: int, found: Results) -> None:
     statestore_scan.fill(state, rows)
     served = statestore_scan.scan(system.address)
     if served.lines != rows:
@@ -258,8 +258,8 @@ def scan(system: LocalSystem, state: StateClient, rows: int, found: Found) -> No
     found.details["scan"] = {"rows": rows, "rows_per_s": rows / served.whole_s}
 
 
-def measure(folder: Path, rounds: int, queue_rows: int, scan_rows: int, seed: int) -> Found:
-    found = Found()
+def measure(folder: Path, rounds: int, queue_rows: int, scan_rows: int, seed: int) -> Results:
+    found = Results()
     workload = Workload(seed=seed)
     with LocalSystem(folder) as system, system.connect() as state:
         queue_append(system, state, workload, queue_rows, found)

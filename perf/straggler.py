@@ -1,14 +1,15 @@
-"""What does one reducer that stays away cost the others, and what is written for it?
+"""What does one reducer that is down cost the others, and what is written for it?
 
 The activity job with four mappers and eight reducers, every row with a user, all reducers with about equal shares. All
 of the input is in its queue before the clock starts: per mapper at least twenty times its memory limit. After a while
-one reducer is killed with ``kill -9``; when the others are done it is started again, and catches up.
+one reducer is killed with ``kill -9``; when the others have finished it is started again, and catches up.
 
 - ``others_ratio``: rows per second that the other reducers commit while it is away, over before.
-- ``memory_over_limit_mb``: the most memory that any mapper ever had, above its limit and what an idle one has.
+- ``memory_over_limit_mb``: the most memory of any mapper, less its limit and the memory of an idle mapper.
 - ``spill_bytes_ratio``: bytes of all spill files, just before the reducer comes back, over the bytes of its rows that
   were spilled, uncompressed.
-- ``lost``, ``duplicated``: rows, by an independent count of the input. ``spill_left_bytes``: of files, at the end.
+- ``lost``, ``duplicated``: rows, by an independent count of the input.
+- ``spill_left_bytes``: the bytes of spill files that are left at the end.
 - ``catch_up_s``: from the start of the returning process until it has committed everything.
 
 With ``--kill-mappers`` mappers are killed at random from the moment the reducer is gone to the end.
@@ -58,10 +59,11 @@ from shuffle.statestore import StateClient
 
 AWAY = 3
 ROWS_DEFAULT = 30_000_000
-"""On a machine that takes a million rows a second, the reducer is then away for twice as long as it was there."""
+"""The number of rows of the input. At a million rows a second the reducer is then down for twice as long as it was
+up."""
 STOP_AFTER_S = 10.0
 SETTLE_S = 1.0
-"""After a change, this long is not counted: what was under way belongs to neither side."""
+"""The time in seconds after a change that is not counted: what was under way belongs to neither side."""
 KILL_EVERY_S = 3.0
 
 
@@ -143,7 +145,7 @@ class Run:
         return write_spec(self._system, reducer, {"compression": self._options.compression}, processor, queue)
 
     def _idle_bytes(self) -> int:
-        """The memory of a mapper that has nothing to do."""
+        """The memory in bytes of a mapper that has nothing to do."""
         self._state.create_queue("nothing", schema=self._state.queue("logs").schema, partitions=1)
         workers = Workers(self._folder, self._spec("idle", "nothing"))
         try:
@@ -184,7 +186,7 @@ class Run:
         return sum(rows for reducer, rows in enumerate(self._committed()) if reducer != AWAY)
 
     def _go_on_for(self, seconds: float) -> float:
-        """Rows per second of the others, from a little after now on."""
+        """The rows per second of the other reducers, from ``SETTLE_S`` after now on."""
         time.sleep(SETTLE_S)
         begin_s, begin = time.monotonic(), self._others()
         end_s = begin_s + seconds - SETTLE_S
@@ -198,7 +200,8 @@ class Run:
         return sum(self._buckets.rows_of(reducer) for reducer in range(REDUCERS) if reducer != AWAY)
 
     def _until_others_are_done(self) -> float:
-        """Rows per second of the others while the one is away. The last of them do not count: some are done sooner."""
+        """The rows per second of the other reducers while the one is down. The last rows are not counted, because some
+        reducers finish sooner."""
         total = self._others_total()
         time.sleep(SETTLE_S)
         begin_s, begin = time.monotonic(), self._others()
@@ -214,7 +217,8 @@ class Run:
         return time.monotonic() - begin_s
 
     def _spilled(self) -> dict[str, int]:
-        """For the reducer that is away; and for the others, which may be late for a moment when all begins."""
+        """The rows and bytes spilled for the reducer that is down; and for the others, which may be late for a moment
+        at the start."""
         rows = self._state.scan(f"{PROCESSOR}/spills").read_all().to_pylist()
         own = [row for row in rows if row["reducer_index"] == AWAY]
         others = [row for row in rows if row["reducer_index"] != AWAY]
@@ -223,12 +227,14 @@ class Run:
 
 
 def compression_figures(seed: int) -> dict[str, Any]:
-    """Each kind of compression on both sides, on one reducer's rows of the workload."""
+    """The cost of each compression, writing and reading, on one reducer's rows of the workload."""
     table = Workload(seed=seed, with_user_share=1.0, skew="uniform").rows(0, 400_000).combine_chunks()
     (batch,) = table.to_batches()
     indexes = np.arange(0, 8 * batch.num_rows, 8, dtype=np.int64)
     found: dict[str, Any] = {}
-    encode([SpillPart(batch, indexes, indexes * 0)], SpillEnd(), NOTHING_COMMITTED, "none", 0)  # Memory is there now.
+    encode(
+        [SpillPart(batch, indexes, indexes * 0)], SpillEnd(), NOTHING_COMMITTED, "none", 0
+    )  # Warms up the memory pool.
     for compression in ("none", "lz4", "zstd"):
         begin_s = time.process_time()
         stored, end = encode([SpillPart(batch, indexes, indexes * 0)], SpillEnd(), NOTHING_COMMITTED, compression, 0)
@@ -276,4 +282,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(report.told(main))
+    sys.exit(report.run_and_report_errors(main))

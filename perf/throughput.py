@@ -1,4 +1,4 @@
-"""How fast are rows shuffled and committed, beside Arrow Flight alone, and how much is written for it?
+"""How fast are rows shuffled and committed, compared with Arrow Flight alone, and how much is written for it?
 
 The activity job (``DeclaredCountByUser``) with two mappers and two reducers, every row with a user so that every row
 is shuffled. Four things are measured in one run:
@@ -9,8 +9,8 @@ is shuffled. Four things are measured in one run:
 - the same bucket batches through Arrow Flight alone, with as many processes (``flight_ratio`` is the second over this,
   ``flight_ratio_over_sockets`` the third).
 
-The input is in its queue before the clock starts. The clock runs from the first commit to the last, so that the
-start-up of processes is not in it; rows committed first are not counted either. ``shuffle_bytes_ratio`` is what all
+The input is in its queue before the clock starts. The clock runs from the first commit to the last, so that the start
+of processes is not measured; the rows of the first commit are not counted either. ``shuffle_bytes_ratio`` is what all
 processes wrote to storage from the start to the end of the run without state, over the bytes of the rows shuffled.
 """
 
@@ -45,14 +45,14 @@ ROWS_DEFAULT = 24_000_000
 BATCH_ROWS = 100_000
 READ_ROWS = 200_000
 READ_BYTES = 32 * MIB
-"""What a mapper reads at once when it is behind, as it is here all the time. Twice the default: a commit takes what was
-mapped meanwhile, so larger reads mean fewer commits, and each commit writes at least one page."""
+"""The bytes that a mapper reads at once when it is behind, as it always is here. This is twice the default: a commit
+takes what was mapped meanwhile, so larger reads mean fewer commits, and each commit writes at least one page."""
 MB = 1_000_000
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run of a processor."""
+    """The measurements of one run of a processor."""
 
     seen: Watched
     bytes_total: int
@@ -177,4 +177,4 @@ def summary(runs: Sequence[Measured]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(report.told(main))
+    sys.exit(report.run_and_report_errors(main))

@@ -84,14 +84,14 @@ class Scenario:
     table: str = ""
     key: tuple[str, ...] = ("user", "cluster")
     loaded_keys: int = 0
-    """Rows of the table before the run."""
+    """The number of rows of the table before the run."""
     outage_s: float = 0.0
-    """How long one reducer is stopped."""
+    """The time in seconds for which one reducer is stopped."""
 
 
 @dataclass
 class Account:
-    """Bytes written in one run, by what wrote them and by what for."""
+    """The bytes written in one run, by the role that wrote them and by their purpose."""
 
     shuffled_bytes: int
     total_bytes: int = 0
@@ -99,7 +99,8 @@ class Account:
     kinds: dict[str, int] = field(default_factory=dict)
     tables: dict[str, int] = field(default_factory=dict)
     unflushed_log_bytes: int = 0
-    """Still in RocksDB's log and memory only: what a later flush writes is at most this, one version of each key."""
+    """The bytes that are only in RocksDB's log and memory. A later flush writes at most this, one version of each
+    key."""
     seconds: float = 0.0
 
     @property
@@ -123,7 +124,7 @@ class Account:
 
 
 class Counted:
-    """All that is counted about the store and the files beside it, at one moment."""
+    """All counters of the store and the sizes of its files, at one moment."""
 
     def __init__(self, system: LocalSystem, state: StateClient, input_queue: str) -> None:
         stats = state.stats()
@@ -146,7 +147,7 @@ class Counted:
 
 
 def _sizes(folder: Path, beginnings: tuple[str, ...], ending: str = "") -> int:
-    """The size of the files of a folder whose names begin and end so."""
+    """The size in bytes of the files of a folder whose names have one of the beginnings and the ending."""
     total = 0
     for path in folder.iterdir():
         if (not beginnings or path.name.startswith(beginnings)) and path.name.endswith(ending) and path.is_file():
@@ -155,7 +156,7 @@ def _sizes(folder: Path, beginnings: tuple[str, ...], ending: str = "") -> int:
 
 
 class Roles:
-    """Bytes written by role, watched while the processes live: with a process goes its count."""
+    """The bytes written by role, sampled while the processes live: the kernel's count of a process ends with it."""
 
     def __init__(self, system: LocalSystem) -> None:
         self._store_pid = system.store_pid
@@ -194,7 +195,7 @@ class Roles:
 
 
 def account(system: LocalSystem, state: StateClient, scenario: Scenario) -> Account:
-    """Fill a queue, run a processor over it, and find out who has written what."""
+    """Fill a queue, run a processor over it, and account for all bytes written."""
     name = scenario.name.replace(" ", "-")
     if scenario.loaded_keys:
         load_table(state, scenario.table, scenario.loaded_keys)
@@ -295,7 +296,7 @@ def scenarios(args: argparse.Namespace) -> list[Scenario]:
 
 
 def spark_repartition(args: argparse.Namespace, folder: Path) -> float:
-    """Bytes that Spark writes for a byte that it repartitions."""
+    """The bytes that Spark writes for each byte that it repartitions."""
     workload = Workload(seed=args.seed, with_user_share=1.0)
     rows = max(args.rows // 4, 4 * BATCH_ROWS)
     with ExitStack() as stack:
@@ -345,11 +346,11 @@ def publish(args: argparse.Namespace, found: Mapping[str, Account]) -> None:
     details = {"scenarios": [{"name": name, **one} for name, one in scenarios.items()]}
     series = {"kind": "write_amplification", "scenarios": scenarios}
     report.publish("write amplification", bars, details, args.json, LIMITS, series)
-    compare_pictures.draw_and_tell(series, args.pictures)
+    compare_pictures.draw_and_report(series, args.pictures)
 
 
 def table(found: Mapping[str, Account]) -> Table:
-    """Bytes written for a million bytes shuffled."""
+    """A table of the bytes written for a million bytes shuffled, by run and purpose."""
     made = Table(title="bytes written for a million bytes shuffled, by what for", title_justify="left")
     made.add_column("what for")
     for name in found:
@@ -363,4 +364,4 @@ def table(found: Mapping[str, Account]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(report.told(main))
+    sys.exit(report.run_and_report_errors(main))

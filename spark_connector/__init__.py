@@ -6,7 +6,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-# Rows that came over Flight lie where gRPC put them, and Acero would warn of it, batch by batch, in Spark's workers.
+# The buffers of rows that came over Flight are not aligned as Acero likes them, and it would warn of that for every
+# batch in Spark's workers.
 os.environ.setdefault("ACERO_ALIGNMENT_HANDLING", "ignore")
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Spark's workers import this package for their own parts of it; what they do not use should cost them nothing.
+    # Spark's workers import this package for a few of its modules; the modules that they do not use are not imported.
     if name in _MODULES:
         return getattr(importlib.import_module(f"shuffle.spark_connector.{_MODULES[name]}"), name)
     raise AttributeError(name)

@@ -1,4 +1,4 @@
-"""Reading from Spark in batch: a table at one moment, and a range of a queue."""
+"""Reading from Spark in batch: a snapshot of a table, and a range of a queue."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from shuffle.errors import BadInput, Expired, OutOfRange, UnknownTable
 from shuffle.limits import MIB
 from shuffle.spark_connector.filters import key_ranges
 from shuffle.spark_connector.options import SNAPSHOT_TTL_S_DEFAULT, Options
-from shuffle.spark_connector.schemas import arrow_schema, as_schema, check_wanted, spark_schema
+from shuffle.spark_connector.schemas import arrow_schema, as_schema, check_requested_schema, spark_schema
 from shuffle.spark_connector.sink.writer import store_handle
 from shuffle.statestore import Queue, StateClient
 from shuffle.statestore.key_range import KeyRange
 
 SPLITS_DEFAULT = 8
-"""Tasks for a table, when it has that many rows: a few more than a small machine has cores."""
+"""The number of tasks that read a table, if it has that many rows: a few more than a small machine has cores."""
 
 SPLIT_ROWS_DEFAULT = 1_000_000
-"""Rows of a queue partition for one task."""
+"""The number of rows of a queue partition that one task reads."""
 
 READ_BYTES = 8 * MIB
+"""The most bytes of a queue that one request reads."""
 
 
 def batch_schema(options: Options) -> StructType:
-    """The schema of what is to be read, asked of the store."""
+    """The schema of the table or queue that is to be read, as the store has it."""
     kind = options.one_of(["table", "queue"])
     name = options.required(kind, f"the {kind} to read")
-    found: pa.Schema = store_handle(options).patiently(
+    stored: pa.Schema = store_handle(options).with_retries(
         lambda client: client.table(name).row if kind == "table" else client.queue(name).schema
     )
-    return spark_schema(found, f"the {kind} {name!r}")
+    return spark_schema(stored, f"the {kind} {name!r}")
 
 
 def batch_reader(options: Options, schema: StructType) -> DataSourceReader:
@@ -49,7 +50,7 @@ def batch_reader(options: Options, schema: StructType) -> DataSourceReader:
         return QueueReader(options, schema)
     for name in ("begin", "end"):
         options.only_with(name, "queue")
-    # Spark refuses readers that take filters unless its setting allows them; only then is this module at work.
+    # Spark refuses readers with `pushFilters` unless filter pushdown is enabled, and only then it imports this module.
     pushed = "pyspark.sql.worker.data_source_pushdown_filters" in sys.modules
     return (FilteredTableReader if pushed else TableReader)(options, schema)
 
@@ -59,19 +60,20 @@ def batch_reader(options: Options, schema: StructType) -> DataSourceReader:
 
 @dataclass
 class TablePart(InputPartition):
-    """A piece of a table at the moment of the query's plan."""
+    """A range of keys of a table, in the snapshot that was taken when the query was planned."""
 
     token: str
+    """The token of the shared snapshot."""
     begin: bytes
     end: bytes | None
 
-    def __init__(self, token: str, wanted: KeyRange) -> None:
+    def __init__(self, token: str, keys: KeyRange) -> None:
         super().__init__(None)
-        self.token, self.begin, self.end = token, wanted.begin, wanted.end
+        self.token, self.begin, self.end = token, keys.begin, keys.end
 
 
 class TableReader(DataSourceReader):
-    """All tasks read at one moment, which the store holds for them."""
+    """Reads a table. All tasks read the same snapshot, which the store keeps for them."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         self._store = store_handle(options)
@@ -82,27 +84,27 @@ class TableReader(DataSourceReader):
         self._filters: list[Filter] = []
 
     def partitions(self) -> list[InputPartition]:
-        return self._store.patiently(self._plan)
+        return self._store.with_retries(self._plan)
 
     def _plan(self, client: StateClient) -> list[InputPartition]:
-        check_wanted(self._schema, client.table(self._table).row, f"the table {self._table!r}")
+        check_requested_schema(self._schema, client.table(self._table).row, f"the table {self._table!r}")
         token = client.share_snapshot(int(self._snapshot_ttl_s * 1000))
         with client.snapshot_at(token) as snapshot:
             ranges = key_ranges(client.table_handle(self._table), self._filters)
             pieces = snapshot.split(self._table, self._splits, ranges)
-        # Spark takes no partition at all for one that is None.
+        # Given an empty list of partitions, Spark would call `read` once, with None for the partition.
         return [TablePart(token, piece) for piece in pieces] or [TablePart(token, KeyRange(b"", b""))]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, TablePart)
-        wanted = KeyRange(partition.begin, partition.end)
-        if wanted.begin == wanted.end:
+        keys = KeyRange(partition.begin, partition.end)
+        if keys.begin == keys.end:
             return
         renew_s = min(self._snapshot_ttl_s / 4, 5.0)
         try:
-            with self._store.patiently(lambda client: client.snapshot_at(partition.token)) as snapshot:
+            with self._store.with_retries(lambda client: client.snapshot_at(partition.token)) as snapshot:
                 renewed_s = time.monotonic()
-                for batch in snapshot.scan_range(self._table, wanted):
+                for batch in snapshot.scan_range(self._table, keys):
                     yield as_schema(batch.select(self._schema.names), self._schema)
                     if time.monotonic() - renewed_s > renew_s:
                         snapshot.renew()
@@ -119,7 +121,7 @@ class FilteredTableReader(TableReader):
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802
         self._filters = list(filters)
-        # All are given back: the ranges are only where rows can be at all, and Spark decides about the rows.
+        # All filters are returned, so that Spark applies them again: the ranges may hold rows that do not pass.
         return filters
 
 
@@ -128,6 +130,8 @@ class FilteredTableReader(TableReader):
 
 @dataclass
 class QueuePart(InputPartition):
+    """The rows of one queue partition at the positions from ``begin`` up to and without ``end``."""
+
     partition: int
     begin: int
     end: int
@@ -138,7 +142,7 @@ class QueuePart(InputPartition):
 
 
 class QueueReader(DataSourceReader):
-    """Rows of a queue, from ``begin`` up to and without ``end``."""
+    """Reads the rows of a queue from the option ``begin`` up to and without the option ``end``."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         self._store = store_handle(options)
@@ -149,7 +153,7 @@ class QueueReader(DataSourceReader):
         self._splits = options.number("splits")
 
     def partitions(self) -> list[InputPartition]:
-        bounds = self._store.patiently(self._bounds)
+        bounds = self._store.with_retries(self._bounds)
         begins = _positions("begin", self._begin, [begin for begin, _ in bounds], [end for _, end in bounds])
         ends = _positions("end", self._end, [begin for begin, _ in bounds], [end for _, end in bounds])
         parts: list[InputPartition] = []
@@ -169,14 +173,14 @@ class QueueReader(DataSourceReader):
 
     def _bounds(self, client: StateClient) -> list[tuple[int, int]]:
         queue = client.queue(self._queue)
-        check_wanted(self._schema, queue.schema, f"the queue {self._queue!r}")
+        check_requested_schema(self._schema, queue.schema, f"the queue {self._queue!r}")
         return queue.bounds()
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, QueuePart)
         position = partition.begin
         while position < partition.end:
-            rows, after = self._store.patiently(partial(self._read, partition, position))
+            rows, after = self._store.with_retries(partial(self._read, partition, position))
             if after <= position:
                 raise UnknownTable(f"the queue {self._queue!r} has lost rows that it had: was it created anew?")
             for batch in rows.to_batches():
@@ -189,19 +193,23 @@ class QueueReader(DataSourceReader):
 
 
 def _positions(name: str, text: str, earliest: list[int], latest: list[int]) -> list[int]:
-    """``earliest``, ``latest``, a number for all partitions, or JSON with one for each: ``{"0": 17, "1": 4}``."""
+    """One position for each partition, from the text of an option.
+
+    The text is ``earliest``, ``latest``, a position for all partitions, or JSON with a position for each partition:
+    ``{"0": 17, "1": 4}``.
+    """
     if text.lower() in ("earliest", "latest"):
         return earliest if text.lower() == "earliest" else latest
     if text.isdigit():
         return [int(text)] * len(earliest)
     try:
         parsed: Any = json.loads(text)
-        found = {int(partition): int(position) for partition, position in parsed.items()}
+        positions = {int(partition): int(position) for partition, position in parsed.items()}
     except (ValueError, AttributeError, TypeError):
         raise BadInput(
             f'the option {name!r} is earliest, latest, a position, or JSON like {{"0": 17}}, not {text!r}', option=name
         ) from None
-    if unknown := [partition for partition in found if not 0 <= partition < len(earliest)]:
+    if unknown := [partition for partition in positions if not 0 <= partition < len(earliest)]:
         raise BadInput(f"the option {name!r} names partition {unknown[0]}; there are {len(earliest)}", option=name)
     default = earliest if name == "begin" else latest
-    return [found.get(partition, default[partition]) for partition in range(len(earliest))]
+    return [positions.get(partition, default[partition]) for partition in range(len(earliest))]

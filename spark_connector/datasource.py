@@ -1,4 +1,4 @@
-"""``format("shuffle")``: one data source with four uses."""
+"""``format("shuffle")``: one data source for reading and writing, each in batch and as a stream."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class ShuffleDataSource(DataSource):
         self._given = dict(options)
 
     def schema(self) -> StructType:
-        # Spark asks for it in batch and in streaming alike; which of them it is shows in the options.
+        # Spark calls this for batch and for streaming alike, and does not say which: the options show it.
         if likely_role(self._given) == "read":
             from shuffle.spark_connector.batch import batch_schema
 
             return batch_schema(Options.check("read", self._given))
         options = Options.check("read stream", self._given)
         if (options.text("work") or "read") != "read":
-            from shuffle.spark_connector.reduce import handed_over_schema
+            from shuffle.spark_connector.reduce import output_schema
 
-            return handed_over_schema(options)
+            return output_schema(options)
         from shuffle.spark_connector.source.reader import stream_schema
 
         return stream_schema(options)

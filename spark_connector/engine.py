@@ -1,7 +1,8 @@
 """Spark as the cluster: every mapper process and reducer is one long-lived task of one Spark job.
 
-Spark places the tasks and starts them again, on another executor when one is lost; where they are is told by discovery,
-as always. A task that is killed is a worker that is killed: what it had in memory is read and mapped again.
+Spark places the tasks and starts them again, on another executor when one is lost; workers find each other through
+discovery, as they do without Spark. A task that is killed is a worker that is killed: what it had in memory is read and
+mapped again.
 """
 
 from __future__ import annotations
@@ -42,15 +43,21 @@ from shuffle.support.logs import setup_logging
 from shuffle.support.retry import doubled_s
 
 SLOTS_WAIT_S = 60.0
-"""How long the executors may take to come up."""
+"""The time in seconds that the executors may take to come up."""
 
 LOOK_S = 0.5
+"""The time in seconds between two looks at the job, the slots or the input."""
+
 TASK_FAILURES_MAX = 100
-"""Deaths of one worker before Spark gives the job up. They are far apart: see ``RESTART_S_MAX``."""
+"""The number of failures of one worker after which Spark ends the job. They are far apart: see ``RESTART_S_MAX``."""
 
 RESTART_S_MIN = 0.2
 RESTART_S_MAX = 10.0
+"""Bounds of the wait in seconds before a worker that has failed runs again; the wait doubles with each failure."""
+
 CANCEL_S_MAX = 10.0
+"""The longest time in seconds that is spent on cancelling the job."""
+
 JOB_GROUP = "shuffle-workers"
 
 
@@ -61,13 +68,13 @@ def run_on_spark(
     *,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> int:
-    """Run a processor's workers on ``master`` until it is drained or stopped; the exit code, as of ``shuffle run``.
+    """Run a processor's workers on ``master`` until it is drained or stopped; returns the exit code of ``shuffle run``.
 
-    1. The store: one that runs, or a daemon in this process's care if the spec names a folder and the master is local.
-    2. Check the spec against it, and that the cluster has a slot for each worker: tasks that live long do not take
-       turns.
+    1. Connect to the store; if the spec names a folder and the master is local, start a daemon for it.
+    2. Check the spec against the store, and that the cluster has a slot for each worker: all workers must run at the
+       same time.
     3. Start the job, and watch it.
-    4. The end: Ctrl-C, SIGTERM, drained, or a worker that dies again and again.
+    4. End after Ctrl-C or SIGTERM, when the input is drained, or when a worker has failed too often.
     """
     if spec.state_folder is not None and not master.startswith("local"):
         raise SpecError(
@@ -80,8 +87,8 @@ def run_on_spark(
         logs = stack.enter_context(log_folder(spec))
         spec = stack.enter_context(served_store(spec, supervisor, logs))  # 1
         client = stack.enter_context(spec.open_state())
-        asked = _Asked()
-        stack.enter_context(_handled(asked))
+        stop = _StopRequest()
+        stack.enter_context(_handled(stop))
         mapper_count = check_against_store(spec, client, options.accept_new_map)  # 2
         if options.reducers:
             refuse_beside_query(client, spec.processor)
@@ -90,23 +97,23 @@ def run_on_spark(
         if options.until_drained:
             goal = drain_goal(stack.enter_context(open_input(spec, client)), mapper_count)
         reducer_count = spec.reducer.count if options.reducers else 0
-        if not asked.is_set():
+        if not stop.is_set():
             spark = _session(spec, master)
             stack.callback(spark.stop)
-            stack.enter_context(_handled(asked))  # Again: a new session has put its own handler in the place of ours.
+            stack.enter_context(_handled(stop))  # Again: a new session has installed its own handler instead of ours.
             _wait_for_slots(spark, len(share_out(mapper_count, spec.mapper.per_process)) + reducer_count, say)
             job = _Job(spark, spec, mapper_count, reducer_count)
             job.start()  # 3
             stack.callback(job.cancel)
             say(f"{spec.processor}: {mapper_count} mappers and {reducer_count} reducers as tasks of {master}")
-            while not asked.wait(LOOK_S):  # 4
+            while not stop.wait(LOOK_S):  # 4
                 job.check()
                 with contextlib.suppress(StoreUnavailable):
                     if goal is not None and is_drained(goal, spec, client):
                         say(f"{spec.processor}: drained{dead_letter_note(spec, client)}")
                         return 0
             say(f"{spec.processor}: stopped; it goes on from here when it is run again{dead_letter_note(spec, client)}")
-        return 128 + signal.SIGINT if asked.number == signal.SIGINT else 0
+        return 128 + signal.SIGINT if stop.number == signal.SIGINT else 0
 
 
 def _check_first_rows(spec: ProcessorSpec, client: StateClient, mapper_count: int, options: RunOptions) -> None:
@@ -116,24 +123,27 @@ def _check_first_rows(spec: ProcessorSpec, client: StateClient, mapper_count: in
             raise SpecError(not_deterministic(spec, difference))
 
 
-class _Asked(threading.Event):
+class _StopRequest(threading.Event):
+    """Set once SIGINT or SIGTERM has come."""
+
     number: int | None = None
+    """The number of the signal that came first; None if none has come."""
 
     def handle(self, number: int, _frame: Any) -> None:
         if self.is_set():
-            # Asked twice: whoever it is does not want to wait. The JVM and the store go with this process.
+            # A second signal ends the process at once. The JVM and the store end with it.
             os._exit(128 + number)
         self.number = number
         self.set()
 
 
 @contextlib.contextmanager
-def _handled(asked: _Asked) -> Iterator[None]:
-    """SIGINT and SIGTERM go to ``asked``, where this thread may have handlers at all."""
+def _handled(stop: _StopRequest) -> Iterator[None]:
+    """Pass SIGINT and SIGTERM to ``stop`` inside the block. Only the main thread can have handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, asked.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
@@ -142,7 +152,7 @@ def _handled(asked: _Asked) -> Iterator[None]:
 
 
 class _Job:
-    """The one Spark job, waited for by a thread of its own."""
+    """The Spark job whose tasks are the workers; a thread of its own waits for it."""
 
     def __init__(self, spark: SparkSession, spec: ProcessorSpec, mapper_count: int, reducer_count: int) -> None:
         self._context = spark.sparkContext
@@ -168,14 +178,14 @@ class _Job:
     def check(self) -> None:
         if self._ended:
             lines = str(self._error or "all tasks ended").strip().splitlines()
-            told = [line.strip() for line in lines if "ShuffleError" in line]
-            raise ShuffleError(f"the job on Spark has ended: {told[-1] if told else lines[0]}")
+            ours = [line.strip() for line in lines if "ShuffleError" in line]
+            raise ShuffleError(f"the job on Spark has ended: {ours[-1] if ours else lines[0]}")
 
     def cancel(self) -> None:
-        """End the tasks. That they end is no news, so Spark is told to say nothing of it."""
+        """End the tasks. Spark's logging is off meanwhile: it would report every cancelled task as an error."""
         self._context.setLogLevel("OFF")
         deadline_s = time.monotonic() + CANCEL_S_MAX
-        # Again and again: a job that has just been submitted is not known by its group yet.
+        # In a loop, because Spark does not find a job by its group when it has only just been submitted.
         while self._thread.is_alive() and time.monotonic() < deadline_s:
             self._context.cancelJobGroup(JOB_GROUP)
             self._thread.join(LOOK_S)
@@ -187,7 +197,7 @@ def _session(spec: ProcessorSpec, master: str) -> SparkSession:
         .appName(f"shuffle {spec.processor}")
         .config("spark.ui.showConsoleProgress", "false")
         .config("spark.task.maxFailures", str(TASK_FAILURES_MAX))
-        # A second instance of a slow worker would only be in its way.
+        # Speculation would start a second instance of a slow worker, and the two would only hinder each other.
         .config("spark.speculation", "false")
         .config("spark.python.worker.reuse", "false")
         .getOrCreate()
@@ -197,32 +207,35 @@ def _session(spec: ProcessorSpec, master: str) -> SparkSession:
 
 
 def _is_local(master: str) -> bool:
-    """Whether the tasks run in this very process's JVM."""
+    """Whether the tasks run on this machine, as children of this driver's JVM."""
     return master.startswith("local") and not master.startswith("local-cluster")
 
 
-def _wait_for_slots(spark: SparkSession, wanted: int, say: Callable[[str], None]) -> None:
-    """Executors of a cluster come up one by one; a local master has all the slots that it will ever have."""
+def _wait_for_slots(spark: SparkSession, workers: int, say: Callable[[str], None]) -> None:
+    """Wait until there is a task slot for each worker.
+
+    Executors of a cluster come up one by one; a local master has all its slots from the start.
+    """
     master = str(spark.sparkContext.master)
     deadline_s = time.monotonic() + (0.0 if _is_local(master) else SLOTS_WAIT_S)
-    told = False
-    while (slots := spark.sparkContext.defaultParallelism) < wanted:
-        if time.monotonic() < deadline_s and not told:
-            told = True
+    reported = False
+    while (slots := spark.sparkContext.defaultParallelism) < workers:
+        if time.monotonic() < deadline_s and not reported:
+            reported = True
             say(
-                f"waiting for {wanted} task slots, one for each worker: {master} has {slots} so far. This gives up "
+                f"waiting for {workers} task slots, one for each worker: {master} has {slots} so far. This gives up "
                 f"after {SLOTS_WAIT_S:g} s"
             )
         if time.monotonic() >= deadline_s:
             raise SpecError(
-                f"{wanted} workers need {wanted} task slots, and {master} has {slots}: give it more "
+                f"{workers} workers need {workers} task slots, and {master} has {slots}: give it more "
                 "cores, or use fewer reducers or partitions"
             )
         time.sleep(LOOK_S)
 
 
 def run_worker(spec: ProcessorSpec, mapper_count: int, log_level: str, index: int, _rows: Iterator[int]) -> NoReturn:
-    """One task: mappers that share a process or a reducer, until it is killed. Raises when it ends by itself."""
+    """One task: it runs the mappers of one process, or one reducer, until it is killed. Raises if they end."""
     os.environ.setdefault("SHUFFLE_LOG_LEVEL", log_level)
     context: Any = TaskContext.get()
     attempt = context.attemptNumber() if context is not None else 0
@@ -234,7 +247,7 @@ def run_worker(spec: ProcessorSpec, mapper_count: int, log_level: str, index: in
 
         hosted = mapper_processes[index]
         name = f"mapper {indexes_text(hosted)}"
-        # On the network on which the store is reached: other tasks reach it there as well.
+        # Listen on the network over which this host reaches the store: other tasks can reach that one as well.
         here = Endpoint(host_towards(Endpoint.parse(spec.state)), 0)
         code = run_mapper(spec, hosted, listen=here.target, advertise=bracketed(here.host))
     else:

@@ -1,7 +1,7 @@
 """Filters on the key columns of a table, as the ranges of keys that they leave.
 
-A range may be wider than the filter: Spark applies all filters again, so being too wide is slow and being too narrow
-would be wrong. That is why everything that is not certain is left out here.
+A range may be wider than the filter, because Spark applies all filters again: a range that is too wide is only slow,
+while one that is too narrow would lose rows. So a filter that cannot be translated exactly does not narrow the range.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from shuffle.statestore.codec.sorted_table import Table
 from shuffle.statestore.key_range import KeyRange
 
 RANGES_MAX = 1_000
-"""Ranges that ``In`` may multiply into; beyond it the rest of the key is not looked at."""
+"""The most ranges that filters with ``In`` may multiply into. Beyond that, further key columns are not used."""
 
 
 def key_ranges(table: Table, filters: Iterable[Filter]) -> list[KeyRange]:
-    """The ranges of keys in which all rows lie that pass ``filters``."""
+    """The ranges of keys that hold all rows which pass ``filters``."""
     by_column: dict[str, list[Filter]] = {}
-    for found in filters:
-        path = getattr(found, "attribute", None)
+    for condition in filters:
+        path = getattr(condition, "attribute", None)
         if path is not None and len(path) == 1:
-            by_column.setdefault(path[0], []).append(found)
+            by_column.setdefault(path[0], []).append(condition)
     prefixes: list[tuple[Any, ...]] = [()]
     for field in table.schema.key:
         if pa.types.is_floating(field.type):
@@ -44,45 +44,45 @@ def key_ranges(table: Table, filters: Iterable[Filter]) -> list[KeyRange]:
         applying = by_column.get(field.name, [])
         values = _values(applying)
         if values is None or len(prefixes) * len(values) > RANGES_MAX:
-            return [found for prefix in prefixes for found in _last_ranges(table, prefix, field.name, applying)]
+            return [keys for prefix in prefixes for keys in _last_ranges(table, prefix, field.name, applying)]
         prefixes = [(*prefix, value) for prefix in prefixes for value in values]
-    return [found for prefix in prefixes for found in _last_ranges(table, prefix, "", [])]
+    return [keys for prefix in prefixes for keys in _last_ranges(table, prefix, "", [])]
 
 
 def _values(filters: Sequence[Filter]) -> list[Any] | None:
     """The only values that the filters leave for a column; None if they leave a range."""
-    for found in filters:
-        if isinstance(found, EqualTo | EqualNullSafe):
-            return [found.value] if found.value is not None else []
-        if isinstance(found, In):
-            return list(dict.fromkeys(value for value in found.value if value is not None))
+    for condition in filters:
+        if isinstance(condition, EqualTo | EqualNullSafe):
+            return [condition.value] if condition.value is not None else []
+        if isinstance(condition, In):
+            return list(dict.fromkeys(value for value in condition.value if value is not None))
     return None
 
 
 def _last_ranges(table: Table, prefix: tuple[Any, ...], column: str, filters: Sequence[Filter]) -> list[KeyRange]:
-    """The rows with ``prefix`` whose next key column passes ``filters``."""
+    """The range of the rows with ``prefix`` whose next key column passes ``filters``; no range if there can be none."""
     try:
-        wanted = KeyRange(*table.range(None, None, prefix or None))
+        keys = KeyRange(*table.range(None, None, prefix or None))
     except (ShuffleError, pa.ArrowException, TypeError, ValueError):
-        # A value that the column cannot have, or not without loss; Spark will see.
+        # The column cannot have this value, or not without loss. The whole table is read, and Spark filters.
         return [KeyRange(*table.range(None, None, None))]
-    for found in filters:
+    for condition in filters:
         try:
-            wanted = _narrowed(wanted, _range_of(table, prefix, found))
+            keys = _narrowed(keys, _range_of(table, prefix, condition))
         except (ShuffleError, pa.ArrowException, TypeError, ValueError):
             continue
-    return [wanted] if wanted.end is None or wanted.begin < wanted.end else []
+    return [keys] if keys.end is None or keys.begin < keys.end else []
 
 
-def _range_of(table: Table, prefix: tuple[Any, ...], found: Filter) -> KeyRange:
-    if isinstance(found, GreaterThanOrEqual | GreaterThan):
-        return KeyRange(table.range((*prefix, found.value), None, None)[0], None)
-    if isinstance(found, LessThan):
-        return KeyRange(b"", table.range(None, (*prefix, found.value), None)[1])
-    if isinstance(found, LessThanOrEqual):
-        return KeyRange(b"", table.range(None, None, (*prefix, found.value))[1])
-    if isinstance(found, StringStartsWith):
-        return KeyRange(*table.range(None, None, (*prefix, found.value), partial=True))
+def _range_of(table: Table, prefix: tuple[Any, ...], condition: Filter) -> KeyRange:
+    if isinstance(condition, GreaterThanOrEqual | GreaterThan):
+        return KeyRange(table.range((*prefix, condition.value), None, None)[0], None)
+    if isinstance(condition, LessThan):
+        return KeyRange(b"", table.range(None, (*prefix, condition.value), None)[1])
+    if isinstance(condition, LessThanOrEqual):
+        return KeyRange(b"", table.range(None, None, (*prefix, condition.value))[1])
+    if isinstance(condition, StringStartsWith):
+        return KeyRange(*table.range(None, None, (*prefix, condition.value), partial=True))
     return KeyRange(b"", None)
 
 

@@ -1,6 +1,6 @@
-"""The options of ``format("shuffle")``: which there are for what, and what is said about the others.
+"""The options of ``format("shuffle")``: which ones each use has, and the errors for unknown ones.
 
-Spark hands options over in lower case, so they are known here by both spellings.
+Spark passes option names on in lower case, so they are compared in lower case here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OPTIONS: dict[Role, tuple[str, ...]] = {
     "read": (*_COMMON, "table", "queue", "begin", "end", "splits", "snapshotTtl"),
     "write": (*_COMMON, "table", "queue", "partitionBy", "partitions", "key", "stagedTtl"),
 }
-"""What each use of the format understands."""
+"""The names of the options for each use of the format."""
 
 MEANINGS: dict[str, str] = {
     "state": "Where the state store is: `grpc://host:port`, or the folder that a daemon on this machine serves.",
@@ -73,12 +73,12 @@ MEANINGS: dict[str, str] = {
     "end": "The row of a queue before which to stop, in the same forms. Default: latest.",
     "splits": "Into how many tasks a table, or each partition of a queue, is cut. Default: 8 for a table; one for each "
     "1,000,000 rows of a partition.",
-    "snapshotTtl": "How long the moment at which a table is read is held while no task asks for it. Default: 10min.",
+    "snapshotTtl": "How long the snapshot in which a table is read is kept while no task uses it. Default: 10min.",
 }
 """What each option does, for the reference (``python -m tools.reference``)."""
 
 _SPARKS_OWN = frozenset({"path", "checkpointlocation", "queryname", "triggerinterval", "outputmode"})
-"""Put among the options by Spark itself."""
+"""The options that Spark itself adds to those of the user, in lower case."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)")
 
@@ -89,11 +89,11 @@ class Options:
 
     role: Role
     values: Mapping[str, str]
-    """By lower-case name."""
+    """The values of the options by their lower-case names."""
 
     @staticmethod
     def check(role: Role, given: Mapping[str, str]) -> Options:
-        """Every name that is not known for ``role`` is a mistake; the message says what was probably meant."""
+        """The options for ``role``. Raises ``BadInput`` for unknown names; the message says what was probably meant."""
         known = {name.lower(): name for name in OPTIONS[role]}
         values = {name.lower(): str(value) for name, value in given.items()}
         wrong = [name for name in values if name not in known and name not in _SPARKS_OWN]
@@ -112,7 +112,7 @@ class Options:
         return value
 
     def one_of(self, names: Sequence[str]) -> str:
-        """Exactly one of these options is given; which."""
+        """The one of these options that is given. Raises ``BadInput`` if none or several are."""
         given = [name for name in names if self.text(name)]
         if len(given) != 1:
             listed = " and ".join(repr(name) for name in (given or names))
@@ -185,7 +185,7 @@ def state_of(options: Options) -> str:
 
 
 def likely_role(given: Collection[str]) -> Role:
-    """Whether options, misspelt ones included, are rather those of reading a stream or of reading a batch."""
+    """Whether these options, misspelt ones included, look more like those for reading a stream or a batch."""
 
     def likeness(role: Role) -> float:
         known = [name.lower() for name in OPTIONS[role]]

@@ -1,9 +1,9 @@
-"""Keyed work without a second shuffle: a streaming query whose tasks are the reducers.
+"""Keyed processing without a second shuffle: a streaming query whose tasks are the reducers.
 
 A task fetches its reducer's rows inside Spark's Python worker, runs the project's ``Reducer`` on them, and commits its
-state together with the positions, as a reducer process does. The store's row of the reducer says what has been counted,
-not Spark's checkpoint: a task that is run again, or twice at once, finds it and changes nothing. What goes to the JVM
-is one row a task, or the rows that the reducer emits (``emitted``).
+state together with the positions, as a reducer process does. The reducer's row in the store says what has been
+processed, not Spark's checkpoint: a task that is run again, or twice at once, reads that row and changes nothing. What
+goes to the JVM is one row for each task, or the rows that the reducer emits (``emitted``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shuffle.reducer.reduce import Reduced, ReduceStage
 from shuffle.spark_connector.options import Options
 from shuffle.spark_connector.schemas import arrow_schema, as_schema, spark_schema
 from shuffle.spark_connector.sink.emitted import Emission, emitted_schema, prepare
-from shuffle.spark_connector.source.processor import Processor, Produced
+from shuffle.spark_connector.source.processor import MapperProgress, Processor
 from shuffle.spark_connector.source.query_lease import begin_task
 from shuffle.spark_connector.source.reader import DriverSide, ReducerPart, StreamReaderBase, source_processor
 from shuffle.spark_connector.waiting import Waiting
@@ -54,19 +54,22 @@ SUMMARY_SCHEMA = pa.schema(
         pa.field("dead_letters", pa.int64(), False),
     ]
 )
-"""What a task hands to Spark: what it has committed itself. A task that is run again finds little or nothing to do."""
+"""The row that a task gives to Spark: what it has committed itself. A task that is run again commits little or
+nothing."""
 
 GATHER_S = 0.1
-"""How long rows may wait for more of them before they are reduced: larger batches mean fewer commits."""
+"""The time in seconds that rows may wait for more rows before they are reduced: larger batches mean fewer commits."""
 
 RESTARTS_MAX = 100
-"""How often a task may find that another one has moved its reducer's row. Each time that one has got on, so it ends."""
+"""The number of times that a task begins again because another one has moved its reducer's row. Each time that other
+one has made progress, so this does not go on for ever."""
 
 
 def reduce_frame(spark: SparkSession, spec: str, **options: Any) -> DataFrame:
-    """The reducers of ``spec`` as a streaming DataFrame; the work is done when a query over it runs.
+    """The reducers of ``spec`` as a streaming DataFrame; they run when a query over it runs.
 
-    Its rows are one summary a task; or, with the option ``emit``, those that the reducers append to that queue.
+    Its rows are one summary for each task; or, with the option ``emit``, the rows that the reducers append to that
+    queue.
     """
     given = {name: str(value) for name, value in options.items()}
     return spark.readStream.format("shuffle").options(spec=str(spec), work="reduce", **given).load()
@@ -84,8 +87,9 @@ def reduce_stream(
 ) -> StreamingQuery:
     """Start a query that runs the reducers of ``spec`` as its tasks; ``trigger`` as for ``DataStreamWriter.trigger``.
 
-    The mappers must be running; reducers must not. ``options`` are those of the streaming source, and ``emit``, a queue
-    whose rows, as the reducers append them, are the query's; ``then`` says where its rows go (nowhere).
+    The mappers must be running; reducers must not. ``options`` are those of the streaming source, and ``emit``: a queue
+    to which the reducers append, and whose rows the query then has. ``then`` makes the writer for the query's rows; by
+    default they are discarded.
     """
     rows = reduce_frame(spark, spec, **options)
     writer = rows.writeStream.format("noop") if then is None else then(rows)
@@ -97,16 +101,18 @@ def reduce_stream(
     return writer.start()
 
 
-def handed_over_schema(options: Options) -> StructType:
+def output_schema(options: Options) -> StructType:
     queue = options.text("emit")
     if not queue:
         return spark_schema(SUMMARY_SCHEMA, "the summary")
     processor, _ = source_processor(options)
-    return spark_schema(processor.store.patiently(lambda client: emitted_schema(client, queue)), f"the queue {queue!r}")
+    return spark_schema(
+        processor.store.with_retries(lambda client: emitted_schema(client, queue)), f"the queue {queue!r}"
+    )
 
 
 class ReduceStreamReader(StreamReaderBase):
-    """Offsets as in reading; the rows stay in the tasks."""
+    """Runs the reducers as tasks. Offsets are those of the source; the rows stay in the tasks."""
 
     commits = False
 
@@ -122,7 +128,7 @@ class ReduceStreamReader(StreamReaderBase):
     def driver(self) -> DriverSide:
         if self._driver is None:
             spec = self._loaded()
-            self.processor.store.patiently(lambda client: self._check(spec, client))
+            self.processor.store.with_retries(lambda client: self._check(spec, client))
         return super().driver
 
     def _check(self, spec: ProcessorSpec, client: StateClient) -> None:
@@ -162,14 +168,14 @@ class ReduceStreamReader(StreamReaderBase):
 
 
 @dataclass
-class Done:
+class TaskCounts:
     """What one task has committed, counted by the cycle as the metrics of a reducer process are."""
 
     rows: int = 0
     bytes: int = 0
     commits: int = 0
     dead_letters: int = 0
-    """Of the rows, those that were set aside."""
+    """The number of the rows that were set aside as dead letters."""
 
     def count_commit(self, rows: int, size_bytes: int, dead_letter_rows: int) -> None:
         self.rows += rows
@@ -178,13 +184,13 @@ class Done:
         self.dead_letters += dead_letter_rows
 
     def count_conflict(self) -> None:
-        """Not told: Spark has no place for it."""
+        """Conflicts are not counted: the summary has no column for them."""
 
     def observe_reduce(self, seconds: float) -> None:
-        """Not told: Spark measures its tasks itself."""
+        """The time is not measured: Spark measures its tasks itself."""
 
     def observe_commit(self, seconds: float) -> None:
-        """Not told, as with ``observe_reduce``."""
+        """The time is not measured, as in ``observe_reduce``."""
 
 
 class _Restart(Exception):
@@ -193,7 +199,7 @@ class _Restart(Exception):
 
 @dataclass
 class _Feed:
-    """Between the threads that fetch, one for each mapper, and the one that reduces and commits."""
+    """The reducer core, shared by the threads that fetch, one for each mapper, and the one that reduces and commits."""
 
     core: ReducerCore
     fetching: set[int]
@@ -202,7 +208,7 @@ class _Feed:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def put(self, mapper: int, batch: pa.RecordBatch, last: int) -> bool:
-        """Queue rows as soon as there is room; False when nobody wants them any more."""
+        """Queue rows as soon as there is room. Returns False if the feed was stopped, and the rows are not needed."""
         with self.changed:
             while not self.stopped:
                 plan = self.core.fetch_plan(MapperIndex(mapper))
@@ -225,7 +231,7 @@ class _Feed:
             self.changed.notify_all()
 
     def next_batch(self) -> ReduceBatch | None:
-        """The next rows to reduce; None when all have been."""
+        """The next rows to reduce; None when all rows have been reduced."""
         gather_until_s: float | None = None
         with self.changed:
             while True:
@@ -247,7 +253,7 @@ class _Feed:
         with self.changed:
             return int(self.core.committed_state[MapperIndex(mapper)])
 
-    # What the cycle asks of its core.
+    # The methods that the cycle calls.
 
     def is_current(self, batch: ReduceBatch) -> bool:
         with self.changed:
@@ -267,7 +273,7 @@ class _Feed:
 
 
 class ReduceTask:
-    """One reducer's part of one batch."""
+    """One reducer's part of one micro-batch."""
 
     def __init__(
         self, spec: ProcessorSpec, processor: Processor, part: ReducerPart, emission: Emission | None = None
@@ -277,36 +283,36 @@ class ReduceTask:
         self._processor = processor
         self._index = ReducerIndex(part.reducer)
         self._ends = {mapper: end for mapper, _, end, _ in part.ranges}
-        self._hints: dict[int, Produced | None] = {mapper: hint for mapper, _, _, hint in part.ranges}
+        self._hints: dict[int, MapperProgress | None] = {mapper: hint for mapper, _, _, hint in part.ranges}
         self._client = processor.store.client()
         self._committer = Committer(self._client, spec.reducers_table, self._index, len(self._ends))
-        self._done = Done()
+        self._done = TaskCounts()
         self._waiting = Waiting(processor.store.timeout_s)
 
-    def run(self) -> Done:
-        """Everything up to the end of the batch is committed when this returns, by this task or by another.
+    def run(self) -> TaskCounts:
+        """Everything up to the end of the micro-batch is committed when this returns, by this task or by another.
 
-        1. Read the reducer's row: what is before it has been counted.
-        2. Fetch the rest of the batch from all mappers, reduce and commit in their order.
-        3. If the row turns out to have been moved by somebody else, begin again.
-        4. Tell the mappers, so that they can go on reading even if there is no next batch yet.
+        1. Read the reducer's row: the rows up to there have been processed.
+        2. Fetch the rest of the micro-batch from all mappers; reduce and commit it in order.
+        3. If another task has moved the reducer's row meanwhile, begin again.
+        4. Notify the mappers, so that they can go on reading even if there is no next micro-batch yet.
         """
         for _ in range(RESTARTS_MAX):
             core = ReducerCore(len(self._ends), limits_of(self._spec, len(self._ends)))
-            core.restart(self._processor.store.patiently(lambda _: self._committer.read_state()))  # 1
+            core.restart(self._processor.store.with_retries(lambda _: self._committer.read_state()))  # 1
             if self._emission is not None:
                 self._emission.begin()
             try:
-                self._work_off(core)  # 2
+                self._process(core)  # 2
             except _Restart:
                 continue  # 3
             committed = core.committed_state
-            told = {mapper: {int(self._index): int(committed[MapperIndex(mapper)])} for mapper in self._ends}
-            self._processor.tell_committed(told)  # 4
+            indexes = {mapper: {int(self._index): int(committed[MapperIndex(mapper)])} for mapper in self._ends}
+            self._processor.notify_committed(indexes)  # 4
             return self._done
         raise SplitBrain(f"reducer {self._index}: its row was moved by others {RESTARTS_MAX} times: what else runs?")
 
-    def _work_off(self, core: ReducerCore) -> None:
+    def _process(self, core: ReducerCore) -> None:
         feed = _Feed(core, set(self._ends))
         threads = [
             threading.Thread(target=self._fetch, args=(feed, mapper), name=f"fetch-{mapper}", daemon=True)
@@ -315,7 +321,7 @@ class ReduceTask:
         for thread in threads:
             thread.start()
         try:
-            cycle = self._cycle(feed, self._processor.store.patiently(lambda _: self._stage()))
+            cycle = self._cycle(feed, self._processor.store.with_retries(lambda _: self._stage()))
             while (batch := feed.next_batch()) is not None:
                 try:
                     cycle.run(batch)
@@ -337,30 +343,33 @@ class ReduceTask:
                 if not feed.put(mapper, batch, last):
                     return
         except RowsGone as gone:
-            # Another task has committed them; the reducer's row says so by now. If not, they are really gone.
+            # Either another task has committed them, and the reducer's row says so by now, or they are really gone.
             error = _Restart() if self._moved(feed, mapper) else gone
-        except BaseException as found:
-            error = found
+        except BaseException as raised:
+            error = raised
         finally:
             feed.end(mapper, error)
 
     def _begin(self, feed: _Feed, mapper: int) -> int:
-        """After which row to ask: what is below the mapper's persisted state and not in the spill has been committed
-        by all, and the mapper does not know any more which reducer it was for."""
+        """The shuffle index after which to request rows.
+
+        What is below the mapper's persisted state and not in the spill has been committed by all reducers, and the
+        mapper no longer knows which reducer it was for.
+        """
         return self._done_index(mapper, feed.committed_index(mapper))
 
     def _done_index(self, mapper: int, committed: int) -> int:
         reducer = ReducerIndex(self._index)
 
-        def ask(client: StateClient) -> int:
+        def call(client: StateClient) -> int:
             with client.snapshot() as snapshot:
-                told = {reducer: ShuffleIndex(committed)}
-                return int(done_row_indexes(snapshot, self._processor.name, MapperIndex(mapper), told)[reducer])
+                known = {reducer: ShuffleIndex(committed)}
+                return int(done_row_indexes(snapshot, self._processor.name, MapperIndex(mapper), known)[reducer])
 
-        return self._processor.store.patiently(ask)
+        return self._processor.store.with_retries(call)
 
     def _moved(self, feed: _Feed, mapper: int) -> bool:
-        persisted = self._processor.store.patiently(lambda _: self._committer.read_state())
+        persisted = self._processor.store.with_retries(lambda _: self._committer.read_state())
         if persisted != feed.core.committed_state:
             return True
         return self._done_index(mapper, feed.committed_index(mapper)) >= self._ends[mapper]
@@ -402,11 +411,11 @@ class ReduceTask:
             self._emission.add_to(reduced.transaction)
 
     def _be_patient(self, error: Exception, waited_s: float) -> None:
-        """Say what is waited for, and raise when that has taken longer than the query allows."""
+        """Report what is waited for, and raise once the wait is longer than the option ``timeout``."""
         if not waited_s:
             self._waiting.restart()
         message = error.message if isinstance(error, ShuffleError) else str(error)
-        self._waiting.tell(message)
+        self._waiting.report(message)
         timeout_s = self._processor.store.timeout_s
         if waited_s > timeout_s:
             raise StoreUnavailable(
@@ -415,6 +424,6 @@ class ReduceTask:
 
 
 def _sleep(seconds: float) -> bool:
-    """A task is ended by killing its process, so that there is nothing that would cut a wait short."""
+    """Sleep, and return True: the wait was not cut short. A task is ended by killing its process, never by a stop."""
     time.sleep(seconds)
     return True

@@ -1,4 +1,4 @@
-"""Spark's types and Arrow's: schemas in both directions, and batches in exactly the shape that the other side expects.
+"""Spark's types and Arrow's: schemas in both directions, and batches cast to exactly the schema that is expected.
 
 Timestamps with a time zone are instants (Spark's ``TimestampType``, kept in UTC); those without are wall clock times
 (``TimestampNTZType``).
@@ -21,14 +21,14 @@ def arrow_schema(schema: StructType, what: str = "the DataFrame") -> pa.Schema:
     fields = []
     for field in schema.fields:
         try:
-            kind = to_arrow_type(field.dataType, timezone="UTC")
+            arrow_type = to_arrow_type(field.dataType, timezone="UTC")
         except PySparkException as error:
             raise SchemaMismatch(
                 f"{what}: column {field.name!r} of type {field.dataType.simpleString()} cannot be written as Arrow: "
                 "cast it first",
                 column=field.name,
             ) from error
-        fields.append(pa.field(field.name, kind, field.nullable))
+        fields.append(pa.field(field.name, arrow_type, field.nullable))
     return pa.schema(fields)
 
 
@@ -61,34 +61,37 @@ def check_fits(given: pa.Schema, declared: pa.Schema, what: str) -> None:
             raise SchemaMismatch(
                 f"{what} has no column {field.name!r}; it has {', '.join(declared.names)}", column=field.name
             )
-        wanted = declared.field(field.name).type
-        if not widens(field.type, wanted):
+        declared_type = declared.field(field.name).type
+        if not widens(field.type, declared_type):
             raise SchemaMismatch(
-                f"{what}, column {field.name!r}: it is {wanted} there and {field.type} here; cast it first",
+                f"{what}, column {field.name!r}: it is {declared_type} there and {field.type} here; cast it first",
                 column=field.name,
                 given=str(field.type),
-                declared=str(wanted),
+                declared=str(declared_type),
             )
 
 
-def check_wanted(wanted: pa.Schema, found: pa.Schema, what: str) -> None:
-    """A schema that the user gave for reading may leave columns out, but not have others."""
-    for field in wanted:
-        if field.name not in found.names:
+def check_requested_schema(requested: pa.Schema, stored: pa.Schema, what: str) -> None:
+    """Raise ``SchemaMismatch`` unless rows of ``stored`` can be read with the schema that the user ``requested``.
+
+    A requested schema may leave columns out, but not have columns that are not stored.
+    """
+    for field in requested:
+        if field.name not in stored.names:
             raise SchemaMismatch(
-                f"{what} has no column {field.name!r}; it has {', '.join(found.names)}: correct the schema given with "
+                f"{what} has no column {field.name!r}; it has {', '.join(stored.names)}: correct the schema given with "
                 ".schema(…), or leave it out",
                 column=field.name,
             )
-    check_fits(pa.schema([found.field(field.name) for field in wanted]), wanted, f"the schema given for {what}")
+    check_fits(pa.schema([stored.field(field.name) for field in requested]), requested, f"the schema given for {what}")
 
 
-def as_schema(batch: pa.RecordBatch, wanted: pa.Schema) -> pa.RecordBatch:
-    """``batch`` with exactly the columns and types of ``wanted``. What fits already is not copied."""
-    if batch.schema.equals(wanted):
+def as_schema(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """``batch`` with exactly the columns and types of ``schema``. Columns that fit already are not copied."""
+    if batch.schema.equals(schema):
         return batch
     columns = []
-    for field in wanted:
+    for field in schema:
         column = batch.column(field.name)
         columns.append(column if column.type.equals(field.type) else column.cast(field.type))
-    return pa.RecordBatch.from_arrays(columns, schema=wanted)
+    return pa.RecordBatch.from_arrays(columns, schema=schema)

@@ -1,7 +1,7 @@
-"""Clients of the state store inside Spark's Python processes, and patience with a store that is away.
+"""Clients of the state store inside Spark's Python processes, and retries while a store cannot be reached.
 
-Spark's workers are forked, and a client must not cross a fork: what travels is a ``StoreHandle``, and the client is
-made, once in each process, where it is used.
+Spark's workers are forked, and a client does not survive a fork. So a ``StoreHandle``, which is plain data, is sent to
+the workers, and each process makes one client from it when it first needs one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shuffle.support.retry import Backoff
 
 RETRY_MS = 50
 RETRY_MS_MAX = 1_000
-"""Bounds of the waits between attempts while a store or a mapper is away."""
+"""Bounds of the waits in milliseconds between attempts while a store or a mapper cannot be reached."""
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ _lock = threading.Lock()
 
 
 def retry_backoff() -> Backoff:
-    """The waits between attempts while a store or a mapper is away."""
+    """The waits between attempts while a store or a mapper cannot be reached."""
     return Backoff(RETRY_MS, RETRY_MS_MAX, jitter=0.0)
 
 
@@ -44,15 +44,15 @@ class StoreHandle:
     """An address as ``grpc://host:port``, or a folder that a daemon serves."""
     timeout_s: float
 
-    def patiently(self, ask: Callable[[StateClient], T]) -> T:
-        """``ask`` a client, again and again while the store is away, for up to ``timeout_s``."""
+    def with_retries(self, call: Callable[[StateClient], T]) -> T:
+        """The result of ``call``, which is repeated while the store cannot be reached, for up to ``timeout_s``."""
         waiting = Waiting(self.timeout_s)
         backoff = retry_backoff()
         while True:
             try:
-                return ask(self.client())
+                return call(self.client())
             except StoreUnavailable as error:
-                waiting.tell(error.message)
+                waiting.report(error.message)
                 wait_s = backoff.next_s()
                 if waiting.waited_s + wait_s > self.timeout_s:
                     raise StoreUnavailable(
@@ -63,30 +63,31 @@ class StoreHandle:
             time.sleep(wait_s)
 
     def in_transaction(self, attempt: Callable[[StateClient], T]) -> T:
-        """``attempt`` reads, writes and commits in one transaction, and is run again until it has an answer.
+        """Run ``attempt``, which reads, writes and commits in one transaction, until the commit is known to be done.
 
-        Each run must look afresh whether an earlier one has happened: a lost answer is not repeated blindly.
+        When a response was lost, the commit may have happened. So each attempt must read whether an earlier one has
+        been committed before it writes.
         """
 
-        def ask(client: StateClient) -> T:
+        def call(client: StateClient) -> T:
             try:
                 return attempt(client)
             except (CommitConflict, CommitUnknown) as error:
                 raise StoreUnavailable(f"the state store did not take the commit: {error.message}") from error
 
-        return self.patiently(ask)
+        return self.with_retries(call)
 
     def client(self) -> StateClient:
-        """This process's client; raises ``StoreUnavailable`` when nobody answers."""
+        """The client of this process. Raises ``StoreUnavailable`` when the store cannot be reached."""
         address = self._address()
         with _lock:
-            found = _clients.get((os.getpid(), address))
-        if found is None:
-            found = self._connect(address)
+            client = _clients.get((os.getpid(), address))
+        if client is None:
+            client = self._connect(address)
             with _lock:
-                # Another thread may have been faster; two clients do no harm, but one is enough.
-                found = _clients.setdefault((os.getpid(), address), found)
-        return found
+                # Another thread may have connected meanwhile; then its client is used, and this one is dropped.
+                client = _clients.setdefault((os.getpid(), address), client)
+        return client
 
     def _connect(self, address: str) -> StateClient:
         folder = self._folder

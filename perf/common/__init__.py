@@ -1,1 +1,1 @@
-"""What benchmarks share: reports, pictures, watches, paced input, jobs."""
+"""Modules that benchmarks share: reports, pictures, sampling of workers, paced input, jobs."""

@@ -56,7 +56,8 @@ def _range(rows: Sequence[Mapping[str, Any]], middles: Sequence[float]) -> list[
 
 
 def write_amplification(series: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What each run has written for a byte shuffled, and what for. The scale is logarithmic: they lie far apart."""
+    """The bytes that each run has written for a byte shuffled, by purpose. The scale is logarithmic, because the runs
+    differ by orders of magnitude."""
     names = list(series["scenarios"])
     figure, axes = pictures.pyplot().subplots(figsize=(7.2, 0.8 + 0.45 * len(names)))
     for at, name in enumerate(reversed(names)):
@@ -98,4 +99,4 @@ def growth(series: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 pictures.DRAWN.update({"compare": compare, "write_amplification": write_amplification, "growth": growth})
 add_argument = pictures.add_argument
-draw_and_tell = pictures.draw_and_tell
+draw_and_report = pictures.draw_and_report

@@ -1,4 +1,4 @@
-"""The jobs that benchmarks give to this project's workers. A worker imports this module, so it is light."""
+"""The jobs that benchmarks give to this project's workers. Workers import this module, so it imports little itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from shuffle.statestore import Transaction
 
 
 class KeyAndTime(HashMapper):
-    """The activity job's mapper where nothing else of the rows is needed. Spark and Flink find that out themselves."""
+    """The activity job's mapper, which keeps only the columns that are needed. Spark and Flink prune columns
+    themselves."""
 
     key = KEY_COLUMNS
     not_null = ("user",)
@@ -24,7 +25,7 @@ class WholeRows(HashMapper):
 
 
 class KeepNothing(Reducer):
-    """The shuffle alone: every row is fetched and looked at, and only the positions are committed."""
+    """A reducer for the shuffle alone: every row is fetched and read, and only the positions are committed."""
 
     def reduce(self, rows: pa.Table) -> Transaction | None:
         if rows.num_rows and rows.nbytes == 0:

@@ -1,6 +1,6 @@
-"""Rows of a key and a payload: any number of keys, any size of row. And the jobs on them.
+"""Rows of a key and a payload, with any number of keys and any size of row, and the jobs on them.
 
-Workers import this module for the jobs, so it is light.
+Workers import this module for the jobs, so it imports little itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEY = pa.schema([pa.field("key", pa.int32(), nullable=False)])
 VALUE = pa.schema([("count", pa.int64())])
 ROW_BYTES = 115
 ROW_BYTES_MIN = 8
-"""The key, and where the payload ends."""
+"""The least size of a row in bytes: the key, and the offset of the payload's end."""
 LOAD_ROWS = 50_000
 
 
@@ -38,7 +38,7 @@ class CountByKey(AggregateReducer):
 
 @dataclass(frozen=True)
 class KeyedRows:
-    """Keys drawn evenly and at random from 0 to ``keys``; equal objects give equal rows."""
+    """Rows whose keys are drawn evenly and at random from 0 to ``keys``; equal objects give equal rows."""
 
     seed: int
     keys: int
@@ -62,7 +62,7 @@ class KeyedRows:
 
 
 def load_table(state: StateClient, table: str, keys: int) -> None:
-    """A table with a row for each key."""
+    """Create a table with a row for each key."""
     state.create_table(table, key=KEY, value=VALUE)
     for begin in range(0, keys, LOAD_ROWS):
         numbers = pa.array(np.arange(begin, min(begin + LOAD_ROWS, keys), dtype=np.int32))

@@ -27,7 +27,7 @@ _LOOK_S = 0.02
 
 
 class PacedInput:
-    """Appends from ``start`` to the end of the ``with`` block; nothing until a rate is set."""
+    """Appends from ``start`` to the end of the ``with`` block, once a rate is set."""
 
     def __init__(self, state: StateClient, queue: str, workload: Workload, partitions: int, append_rows: int) -> None:
         state.create_queue(queue, schema=INPUT_SCHEMA, partitions=partitions, if_not_exists=True)
@@ -46,21 +46,21 @@ class PacedInput:
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self.late_s_max = 0.0
-        """How far an append was behind its time at most, since the rate was set."""
+        """The longest time in seconds by which an append was late since the rate was set."""
         self.failure: Exception | None = None
 
     @property
     def row_bytes(self) -> float:
-        """Arrow bytes of a row, the time of its append included."""
+        """The average size of a row as Arrow data, the column with the time of its append included."""
         nbytes = int(sum(batch.nbytes for batch in self._batches[0]))
         return nbytes / (BATCHES_PER_PARTITION * self._append_rows) + 8
 
     def appended_rows(self, partition: int) -> int:
         return self._appends[partition] * self._append_rows
 
-    def as_fast_as(self, wanted: Callable[[int], bool]) -> None:
-        """Append to a partition whenever ``wanted(partition)``."""
-        self._until, self._period_s = wanted, 0.0
+    def append_while(self, has_room: Callable[[int], bool]) -> None:
+        """Append to a partition as fast as possible whenever ``has_room(partition)``."""
+        self._until, self._period_s = has_room, 0.0
 
     def at_rate(self, rows_per_s: float) -> None:
         """Append ``rows_per_s`` over all partitions, in equal shares and equal steps."""
@@ -69,14 +69,14 @@ class PacedInput:
         self._until, self._period_s = lambda partition: True, self._partitions * self._append_rows / rows_per_s
 
     def rest(self) -> None:
-        """No append is under way when this returns, and none comes until a rate is set again."""
+        """Stop appending until a rate is set again. No append is under way when this returns."""
         self._period_s = None
         for lock in self._appending:
             with lock:
                 pass
 
     def oracle(self) -> pa.Table:
-        """What the activity job must come to for all that was appended so far. Call it while the input rests."""
+        """The expected result of the activity job for all rows appended so far. Call it while the input rests."""
         parts = []
         for partition, batches in enumerate(self._batches):
             for number, batch in enumerate(batches):

@@ -2,7 +2,7 @@
 
     python -m perf.common.pictures perf/results/*.json --to FOLDER --format svg
 
-Drawing is apart from measuring, so that a picture can be mended without measuring again. Matplotlib is an optional
+Drawing is separate from measuring, so that a picture can be changed without measuring again. Matplotlib is an optional
 extra (``perf``) and imported only when something is drawn; it needs no display.
 """
 
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 INSTALL = "python -m pip install 'streaming-shuffle[perf]' (make setup does it)"
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
-"""Can be told apart by everyone, and in print (after Okabe and Ito)."""
+"""The colours of Okabe and Ito, which can be distinguished by colour-blind readers and in print."""
 ACCENT, MUTED, SHADE = "#D55E00", "#8DA0B3", "#F6DDCC"
 
 _STYLE: dict[str, Any] = {
@@ -49,7 +49,7 @@ _STYLE: dict[str, Any] = {
 }
 
 Draw = Callable[[Mapping[str, Any]], Iterator[tuple[str, Any]]]
-"""Yields (name, figure) for one benchmark's series."""
+"""A function that yields (name, figure) for one benchmark's series."""
 
 
 def is_installed() -> bool:
@@ -57,7 +57,7 @@ def is_installed() -> bool:
 
 
 def _library(name: str) -> Any:
-    """Imported late, and untyped, so that the rest can be used and checked without it."""
+    """Import a module late, and untyped, so that the rest can be used and checked without it."""
     return importlib.import_module(name)
 
 
@@ -67,7 +67,7 @@ def pyplot() -> Any:
 
 @contextmanager
 def style() -> Iterator[Any]:
-    """The look of all pictures; gives ``matplotlib.pyplot``, without a display."""
+    """Set the style of all pictures; yields ``matplotlib.pyplot``, which needs no display."""
     if not is_installed():
         raise ShuffleError(f"pictures need matplotlib, which is not installed: {INSTALL}")
     _library("matplotlib").use("agg")
@@ -85,7 +85,7 @@ def save(figure: Any, folder: Path, name: str, ending: str = "svg") -> Path:
 
 
 def draw(series: Mapping[str, Any], folder: Path, ending: str = "svg") -> list[Path]:
-    """All pictures of one benchmark; the files written."""
+    """Draw all pictures of one benchmark; returns the files written."""
     _library("perf.common.compare_pictures")  # adds what it can draw
     kind = series.get("kind")
     if kind not in DRAWN:
@@ -103,8 +103,9 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def draw_and_tell(series: Mapping[str, Any], folder: Path) -> None:
-    """After a measurement, which must not be lost for want of a picture."""
+def draw_and_report(series: Mapping[str, Any], folder: Path) -> None:
+    """Draw the pictures after a measurement, and print their paths. Without matplotlib only a line is printed: the
+    measurement must not be lost because a picture cannot be drawn."""
     if not is_installed():
         print(f"no pictures: matplotlib is not installed: {INSTALL}", file=sys.stderr)
         return
@@ -130,7 +131,8 @@ def failures(series: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _reducer_throughput(series: Mapping[str, Any], outage: Mapping[str, Any]) -> Any:
-    """One panel; two if one of them is down, since it comes back with such a leap that the others would be flat."""
+    """One panel; two if a reducer was down, since its rate after the outage is so high that the other curves would be
+    flat in the same panel."""
     title = f"Reducer throughput, {outage['role']} {outage['index']} down for {_length(outage)}"
     down = outage["index"] if outage["role"] == "reducer" else None
     figure, panels = _figure(outage, title, "rows committed, MB/s", panels=1 if down is None else 2)
@@ -141,7 +143,7 @@ def _reducer_throughput(series: Mapping[str, Any], outage: Mapping[str, Any]) ->
 
 
 def _largest(values: Sequence[float | None]) -> list[float | None]:
-    """The largest of the last ``WINDOW_SECONDS``: a window that is filled and emptied many times a second flickers."""
+    """The largest value of the last ``WINDOW_SECONDS``, because a window is filled and emptied many times a second."""
     found: list[float | None] = []
     for end in range(1, len(values) + 1):
         known = [value for value in values[max(0, end - WINDOW_SECONDS) : end] if value is not None]
@@ -150,7 +152,7 @@ def _largest(values: Sequence[float | None]) -> list[float | None]:
 
 
 def _read_lag(series: Mapping[str, Any], outage: Mapping[str, Any]) -> Any:
-    """While all is well."""
+    """The read lag before the outage, while all workers run."""
     figure, (axes,) = _figure(outage, "Read lag of the mappers under steady load", "read lag, ms", shade=False)
     for index, lags in enumerate(series["read_lag_s"]):
         steady = [None if lag is None else 1000 * lag for lag in lags[: int(outage["begin_s"])]]
@@ -201,7 +203,7 @@ def _all_windows(series: Mapping[str, Any], outage: Mapping[str, Any]) -> Any:
 def _figure(
     outage: Mapping[str, Any], title: str, unit: str, shade: bool = True, panels: int = 1
 ) -> tuple[Any, list[Any]]:
-    """Panels over the time in which an outage was observed, which is shaded."""
+    """Panels over the time in which an outage was observed. The outage is shaded."""
     size = (_STYLE["figure.figsize"][0], _STYLE["figure.figsize"][1] * (1 + 0.4 * (panels - 1)))
     figure, found = pyplot().subplots(panels, sharex=True, squeeze=False, figsize=size)
     axes = [panel for row in found for panel in row]
@@ -220,7 +222,7 @@ def _figure(
 def _line(
     axes: Any, outage: Mapping[str, Any], values: Sequence[float | None], *, label: str, color: str, width: float = 1.3
 ) -> None:
-    """One value a second, those in which the outage was observed; None leaves a gap."""
+    """Draw one value for each second in which the outage was observed; None leaves a gap."""
     begin, end = int(outage["before_s"]), int(outage["after_s"]) + 1
     shown = [float("nan") if value is None else value for value in values[begin:end]]
     times = [second - outage["before_s"] for second in range(begin, begin + len(shown))]
@@ -244,7 +246,7 @@ def _finish(figure: Any, panels: Sequence[Any]) -> Any:
 
 
 DRAWN: dict[str, Draw] = {"failures": failures}
-"""What can be drawn, by the ``kind`` of its series; ``perf.common.compare_pictures`` adds more."""
+"""The functions that draw, by the ``kind`` of the series; ``perf.common.compare_pictures`` adds more."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -273,4 +275,4 @@ if __name__ == "__main__":
     # Under its own name, so that those who add to DRAWN add to this one.
     from perf.common import pictures
 
-    sys.exit(report.told(pictures.main))
+    sys.exit(report.run_and_report_errors(pictures.main))

@@ -1,7 +1,7 @@
-"""Runs a processor over a queue that is full already, and watches from outside how far it has got.
+"""Runs a processor over a queue that was filled before, and polls the store for its progress.
 
 The clock of a run starts with the first commit that is seen and stops with the last, so that the start of processes is
-not in it; nor are the rows that were committed when it started.
+not measured; rows that were committed when it started are not counted.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from shuffle.examples.local import LocalSystem
 from shuffle.statestore import StateClient
 
 POLL_S = 0.1
-"""Between two looks at the positions. Each look is a call to the store, which has the same cores as the rows."""
+"""The time in seconds between two polls of the positions. Each poll is a call to the store, and uses the same cores as
+the shuffle."""
 POLL_END_S = 0.01
-"""The same near the end, of which the time is wanted exactly."""
+"""The time in seconds between two polls near the end of the run, whose time must be exact."""
 NEAR_END = 0.9
 RUN_TIMEOUT_S = 300.0
 
 
 class Buckets:
-    """For each mapper and reducer the shuffle indexes of the rows between them: says how many rows are committed.
+    """The shuffle indexes of the rows that each mapper has for each reducer, to count the rows that are committed.
 
-    This is computed apart from the system, so a run that ends with all of them committed has sent every row to the
-    reducer that its key belongs to, and none twice.
+    They are computed independently of the system, so a run that ends with all of them committed has sent every row to
+    the reducer that its key belongs to, and none twice.
     """
 
     def __init__(self, mappers: int, reducers: int, key: Sequence[str]) -> None:
@@ -43,7 +44,7 @@ class Buckets:
         self._indexes: dict[tuple[int, int], Any] = {}
 
     def add(self, mapper: int, batch: pa.Table) -> None:
-        """Rows that this mapper will give shuffle indexes to, in this order."""
+        """Add rows to which this mapper will give shuffle indexes, in this order."""
         indexes = hash_partition(batch, by=self._key, reducers=self._reducers).partition_indexes
         for reducer in range(self._reducers):
             found = np.flatnonzero(indexes == reducer) + self._ends[mapper]
@@ -63,7 +64,7 @@ class Buckets:
         return sum(len(indexes) for (_, owner), indexes in self._indexes.items() if owner == reducer)
 
     def committed(self, table: pa.Table) -> int:
-        """Rows committed according to the reducers' table."""
+        """The number of rows that are committed according to the reducers' table."""
         return sum(self.committed_by_reducer(table))
 
     def committed_by_reducer(self, table: pa.Table) -> list[int]:
@@ -79,15 +80,15 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Watched:
-    """One run of a processor. Times are of the wall clock."""
+    """The times and rows of one run of a processor. Times are those of the wall clock, in seconds."""
 
     started_s: float
     begin_s: float
-    """When a commit was first seen."""
+    """The time at which a commit was first seen."""
     end_s: float
-    """When the last one was."""
+    """The time at which the last commit was seen."""
     rows: int
-    """Committed between the two."""
+    """The number of rows committed between ``begin_s`` and ``end_s``."""
     rows_first: int
 
     @property
@@ -107,7 +108,7 @@ def watched(
     on_start: Callable[[subprocess.Popen[bytes]], None] = lambda _controller: None,
     on_first: Callable[[], None] = lambda: None,
 ) -> Watched:
-    """Run ``spec`` until its input is drained, and every row of it committed. ``on_first`` is for the first commit."""
+    """Run ``spec`` until its input is drained and every row is committed; calls ``on_first`` at the first commit."""
     name = spec["processor"]
     path = system.write_spec(spec)
     started_s = time.time()
@@ -150,7 +151,7 @@ def committed_by_reducer(state: StateClient, processor: str, buckets: Buckets) -
 
 
 def fill_with(state: StateClient, queue: str, schema: pa.Schema, batches: Iterable[tuple[int, pa.Table]]) -> int:
-    """A new queue with these (partition, rows). Returns the bytes of the rows as Arrow data."""
+    """Create a queue with these (partition, rows). Returns the bytes of the rows as Arrow data."""
     held = list(batches)
     state.create_queue(queue, schema=schema, partitions=1 + max(partition for partition, _ in held))
     to = state.queue(queue)
@@ -162,7 +163,7 @@ def fill_with(state: StateClient, queue: str, schema: pa.Schema, batches: Iterab
 def forget(state: StateClient, processor: str, queue: str, table: str = "") -> None:
     """Drop what a finished run has left in the store, and empty the user's table.
 
-    That one is not dropped: a process that has seen it, such as a worker of Spark, would look for it in vain.
+    The user's table is not dropped, because a process that has used it, such as a worker of Spark, expects it to exist.
     """
     for found in state.tables():
         if found.name.startswith(f"{processor}/"):

@@ -1,7 +1,7 @@
-"""What all benchmarks share: a table for people, and a JSON file for machines.
+"""The report of a benchmark: a table for people, and a JSON file for machines.
 
-The JSON file is one object: ``bars`` maps each measured name to its number, ``machine`` says where, ``details`` how.
-What the kernel counts of processes is read by ``shuffle.examples.processes``.
+The JSON file is one object: ``bars`` maps each measured name to its number, ``machine`` describes the machine and
+``details`` the run. What the kernel counts of processes is read by ``shuffle.examples.processes``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def parser(module: str, question: str) -> argparse.ArgumentParser:
-    """The arguments every benchmark has."""
+    """A parser with the arguments that every benchmark has."""
     made = argparse.ArgumentParser(prog=f"python -m perf.{module}", description=question)
     made.add_argument("--json", metavar="FILE", type=Path, help="write bars, machine and details to this file")
     return made
 
 
-def told(main: Callable[[], int]) -> int:
-    """Run a benchmark's ``main``; what went wrong is said in one line, and is the exit code 1."""
+def run_and_report_errors(main: Callable[[], int]) -> int:
+    """Run a benchmark's ``main`` and return its exit code. A ``ShuffleError`` is printed in one line; the code is 1."""
     try:
         return main()
     except ShuffleError as error:
@@ -44,7 +44,7 @@ def told(main: Callable[[], int]) -> int:
 
 
 def percentiles(values: Iterable[float], which: Sequence[float] = (50, 90, 99)) -> dict[str, float]:
-    """``{"p50": …, "p99": …}`` by linear interpolation."""
+    """The percentiles of ``values`` as ``{"p50": …, "p99": …}``, by linear interpolation."""
     data = np.fromiter(values, dtype=np.float64)
     if not len(data):
         raise ValueError("no measurements to take percentiles of")
@@ -56,12 +56,12 @@ def median(values: Iterable[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, lowest and highest of a few repetitions."""
+    """The median, lowest and highest of a few repetitions."""
     return {"median": median(values), "min": min(values), "max": max(values), "runs": len(values)}
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures come from."""
+    """A description of the machine and the versions that the figures come from."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -88,7 +88,7 @@ def publish(
     limits: Mapping[str, str] | None = None,
     series: Mapping[str, Any] | None = None,
 ) -> None:
-    """Print the table for people and, if asked for, write the JSON file. ``limits`` says what a bar should come to.
+    """Print the table and, if ``json_path`` is given, write the JSON file. ``limits`` has the target of each bar.
 
     ``series`` is what ``perf.common.pictures`` draws: many numbers, so they are in the file only, on one line.
     """
@@ -111,7 +111,7 @@ def publish(
 
 
 def show(table: Table) -> None:
-    """Print a table of many columns: where the output is no terminal it is not squeezed into that of one."""
+    """Print a table of many columns. If the output is not a terminal, it is ``WIDTH`` columns wide."""
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH

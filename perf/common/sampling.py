@@ -1,7 +1,7 @@
-"""Looks at every worker of a processor twice a second, each from a thread of its own.
+"""Samples every worker of a processor twice a second, each from a thread of its own.
 
-A worker that is paused holds up whoever asks it, and nobody else must notice. Mappers are asked over Flight for their
-``status``; reducers for their Prometheus metrics, as a monitoring system would. Who they are is asked of discovery.
+A call to a worker that is paused blocks, and must not delay the samples of the others. Mappers are sampled by their
+``status`` over Flight; reducers by their Prometheus metrics, as a monitoring system would. Discovery has the addresses.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from shuffle.statestore import Member, StateClient
 from shuffle.support import flight
 
 PERIOD_S = 0.5
-ASK_TIMEOUT_S = 1.0
+CALL_TIMEOUT_S = 1.0
 _METRIC = re.compile(r"^shuffle_(reduced_rows|reduced_bytes)_total\{[^}]*\} (\S+)$", re.MULTILINE)
 
 
 @dataclass
 class Series:
-    """What one worker said, sample by sample; the same length all. Times are of the monotonic clock."""
+    """The samples of one worker, as columns of the same length. Times are those of the monotonic clock."""
 
     times_s: list[float] = field(default_factory=list)
     values: dict[str, list[float]] = field(default_factory=dict)
@@ -45,17 +45,17 @@ class Series:
         return values[-1] if values else 0.0
 
     def at(self, name: str, times_s: Any) -> Any:
-        """The value at any time, between two samples in proportion."""
+        """The values at any times, interpolated between samples."""
         count = len(self.times_s)
         return np.interp(times_s, self.times_s[:count], self.values[name][:count])
 
     def rate(self, name: str, begin_s: float, end_s: float) -> float:
-        """Of a counter, per second."""
+        """The rate of a counter per second between two times."""
         first, last = self.at(name, [begin_s, end_s])
         return float(last - first) / (end_s - begin_s)
 
     def between(self, name: str, begin_s: float, end_s: float) -> list[float]:
-        """The samples taken in that time."""
+        """The samples that were taken between two times."""
         pairs = zip(list(self.times_s), self.values[name], strict=False)
         return [value for time_s, value in pairs if begin_s <= time_s <= end_s]
 
@@ -63,8 +63,8 @@ class Series:
 class Sampler:
     """``mappers[i]`` has read_rows, done_rows and window_bytes; ``reducers[i]`` has reduced_rows and reduced_bytes.
 
-    A mapper that does not answer stays where it was, with a window that nobody knows (NaN). The counters of a reducer
-    go on where its last instance left them.
+    The counters of a mapper that does not respond stay as they were, and the size of its window is unknown (NaN). The
+    counters of a reducer go on from those of its last instance.
     """
 
     def __init__(self, state: StateClient, processor: str, mapper_count: int, reducer_count: int) -> None:
@@ -93,7 +93,7 @@ class Sampler:
             thread.join()
 
     def seen(self, role: str) -> int:
-        """How many workers of that role are registered."""
+        """The number of registered workers of that role."""
         return sum(1 for found, _ in self._youngest if found == role)
 
     def _discover(self) -> None:
@@ -141,7 +141,7 @@ class _Mapper:
             self._address, self._connection = address, flight.connect(address)
         try:
             connection = self._connection
-            body = flight.do_action(connection, "status", guid.encode(), who=address, timeout_s=ASK_TIMEOUT_S)
+            body = flight.do_action(connection, "status", guid.encode(), who=address, timeout_s=CALL_TIMEOUT_S)
             found: dict[str, Any] = json.loads(body)
             return found
         except ShuffleError:
@@ -158,7 +158,7 @@ class _Reducer:
         self._series = series
         self._instance = ""
         self._before: dict[str, float] = {}
-        """What instances before this one had counted."""
+        """The counters of all earlier instances together."""
 
     def look(self, member: Member | None) -> None:
         totals = {name: self._series.last(name) for name in ("reduced_rows", "reduced_bytes")}
@@ -171,7 +171,7 @@ class _Reducer:
 
     def _ask(self, address: str) -> dict[str, float] | None:
         try:
-            with urllib.request.urlopen(address, timeout=ASK_TIMEOUT_S) as answer:
+            with urllib.request.urlopen(address, timeout=CALL_TIMEOUT_S) as answer:
                 text = answer.read().decode()
         except (OSError, urllib.error.URLError):
             return None

@@ -1,6 +1,6 @@
-"""The activity job's mapper, which also notes how old the rows are when it gets to see them.
+"""The activity job's mapper, which also records how old the rows are when they are mapped.
 
-A worker imports this module, so it is light: what generates and checks rows stays out of the mapper's process.
+A worker imports this module, so it imports little itself: what generates and checks rows stays out of the mapper.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from shuffle.examples.activity import ParseLogs
 from shuffle.statestore import StateClient
 
 APPENDED_COLUMN = "appended_ns"
-"""When the row was appended, by the machine's monotonic clock, which all its processes share."""
+"""The column with the time at which a row was appended, in ns of the machine's monotonic clock, which all its processes
+share."""
 
 _NOTE = np.dtype([("read_ns", "<i8"), ("lag_ns", "<i8")])
 
 
 class TimedParseLogs(ParseLogs):
-    """``ParseLogs``, noting for each batch the read lag: from the append of its oldest row to its being mapped."""
+    """``ParseLogs``, which records the read lag of each batch: the time from the append of its oldest row to its
+    mapping."""
 
     def __init__(self, config: Mapping[str, Any], spec: WorkerSpec, state: StateClient, schema: pa.Schema) -> None:
         super().__init__(config, spec, state, schema)
@@ -40,7 +42,7 @@ class TimedParseLogs(ParseLogs):
 
 
 def read_lags(folder: Path, mapper_index: int) -> tuple[Any, Any]:
-    """All notes of one mapper, over its instances: when (s of the monotonic clock), and the lag (s) then."""
+    """The read lags of one mapper, over all its instances: the times (s of the monotonic clock), and the lags (s)."""
     parts = []
     for path in folder.glob(f"lag-{mapper_index}-*.bin"):
         data = path.read_bytes()

@@ -1,6 +1,6 @@
-"""The workload as files: Parquet for those who read columns, CSV for those who read lines.
+"""The workload as files: Parquet for systems that read columns, CSV for systems that read lines.
 
-Both hold the very rows of the queue that ``examples.generate.fill`` fills with the same arguments, in the same order.
+Both have the same rows in the same order as the queue that ``examples.generate.fill`` fills with the same arguments.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import pyarrow.parquet as pq
 from shuffle.examples.workload import Workload, oracle_part, oracle_sum, partition_rows
 
 ROW_GROUPS_PER_FILE = 2
-"""A reader can only share a file among its threads by row groups."""
+"""The number of row groups in a Parquet file: a reader can divide a file among its threads only by row groups."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """One stream of log lines in every form, and what the activity job must come to on it."""
+    """One stream of log lines in every form, and the expected result of the activity job."""
 
     workload: Workload
     rows: int
     partitions: int
     batch_rows: int
     size_bytes: int
-    """As Arrow data: the size by which every system's MB/s are counted, whatever form it reads."""
+    """The size of the rows as Arrow data: every system's MB/s are computed from it, whatever form it reads."""
     expected: pa.Table
     parquet: Path
     csv: Path
@@ -39,7 +39,7 @@ class Input:
 
 
 def in_turn(workload: Workload, rows: int, partitions: int, batch_rows: int) -> Iterator[tuple[int, pa.Table]]:
-    """A batch of each partition in turn until all have given their share of the rows: the order in which they come."""
+    """The rows in the order in which they are written: a batch of each partition in turn, until all are written."""
     pending = [
         (partition, workload.batches(share, batch_rows, partition))
         for partition, share in enumerate(partition_rows(rows, partitions))
@@ -57,7 +57,7 @@ def in_turn(workload: Workload, rows: int, partitions: int, batch_rows: int) -> 
 def write_forms(
     folder: Path, workload: Workload, rows: int, partitions: int, batch_rows: int, file_rows: int, with_csv: bool
 ) -> Input:
-    """Write the rows as Parquet and, if wanted, as CSV; count them meanwhile."""
+    """Write the rows as Parquet and, if requested, as CSV; count them meanwhile."""
     parquet, lines = folder / "parquet", folder / "csv"
     writers: list[Callable[[int, pa.Table], None]] = [ParquetForm(parquet)]
     if with_csv:
@@ -94,7 +94,8 @@ class ParquetForm:
 
 
 class CsvForm:
-    """Without a header and without quotes. The time is in microseconds: a number is parsed faster than a date."""
+    """Writes CSV without a header and without quotes. The time is in microseconds: a number is parsed faster than a
+    date."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()

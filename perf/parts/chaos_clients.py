@@ -1,7 +1,7 @@
-"""Clients for a chaos run to kill: they take large answers of the store in every way there is, until somebody does.
+"""Clients that a chaos run kills: they read large responses of the store in every way there is, until they are killed.
 
-None of them writes, so that the result of the job does not depend on them. What they may do is take the store with
-them: ``lost_threads`` tells at the end whether any process has lost a thread that others depend on.
+None of them writes, so the result of the job does not depend on them. But their death might end a thread of the store:
+``lost_threads`` returns at the end whether any process has lost a thread that others depend on.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from shuffle.statestore import StateClient
 from shuffle.statestore.codec.small_batch import SMALL_BATCH_ROWS_MAX
 
 BALLAST = "ballast"
-"""A queue of rows for them to read, which nobody trims."""
+"""The queue of rows that the clients read, which nobody trims."""
 
 VALUES = "ballast_values"
-"""A table whose rows make an answer nearly as large as one of the lane may be."""
+"""The table whose rows make a response nearly as large as one over the lane may be."""
 
 VALUE_BYTES = 60_000
 BALLAST_BATCHES = 32
 BATCH_BYTES = 512 * 1024
 READ_BYTES = 8 * 1024 * 1024
-"""More than a socket has room for, so that a client is nearly always in the middle of an answer."""
+"""The bytes that a client requests at once: more than a socket buffers, so that it is nearly always in the middle of a
+response."""
 
 SNAPSHOTS_MAX = 20
 RETRY_S = 0.05
 PAUSE_S = 0.05
-"""Between two answers: the job that is looked at needs the machine, too."""
+"""The pause in seconds between two responses, which leaves the processors to the job."""
 
 VITAL = {"session-reaper", "store-lane", "store-writer"}
-"""The threads that a store must have."""
+"""The names of the threads that a store must have."""
 
 _KEYS = pa.table({"n": pa.array(range(SMALL_BATCH_ROWS_MAX), pa.int64())})
 
 DEATH = b"a thread that others depend on has died"
-"""What every process of ours logs before it ends for that reason."""
+"""The text that every process logs before it ends because one of its threads has died."""
 
 
 def make_ballast(client: StateClient) -> None:
@@ -72,7 +73,7 @@ def run(parent_pid: int, address: str) -> None:
 def _again_and_again(address: str, way: Callable[[StateClient], None]) -> None:
     pause = threading.Event()
     while True:
-        # Over the wire, though the files are here; through a new client now and then, as after a restart.
+        # Over the wire, although the files are on this machine; with a new client now and then, as after a restart.
         with suppress(ShuffleError), StateClient.connect(address, local_files=False) as client:
             for _ in range(50):
                 way(client)
@@ -108,7 +109,7 @@ def _hold_snapshots(client: StateClient) -> None:
 
 
 def lost_threads(client: StateClient, folder: Path) -> list[str]:
-    """What is missing in the store, and every process whose log tells of a thread that died."""
+    """The threads that the store has lost, and every process whose log says that a thread has died."""
     missing = sorted(VITAL - set(client.stats()["threads"]))
-    told = [path.name for path in sorted(folder.glob("*.log")) if DEATH in path.read_bytes()]
-    return [f"the store has no thread {name}" for name in missing] + [f"a thread died, see {name}" for name in told]
+    logs = [path.name for path in sorted(folder.glob("*.log")) if DEATH in path.read_bytes()]
+    return [f"the store has no thread {name}" for name in missing] + [f"a thread died, see {name}" for name in logs]

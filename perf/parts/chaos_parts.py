@@ -1,4 +1,4 @@
-"""The parts of a chaos run: processes that are started again, the disk, the input, and who watches the commits."""
+"""The parts of a chaos run: processes that are started again, the disk, the input, and the watch over the commits."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ RESTART_S = 0.2
 DISK_BYTES = 512 * 1024 * 1024
 FILL_STEP_BYTES = 1024 * 1024
 FILL_ATTEMPTS_MAX = 8
-"""So that what is left is less than the store's reserve of 16 MiB."""
+"""The number of attempts to fill the disk, until less than the store's reserve of 16 MiB is left."""
 
 
 class Slot:
-    """A place for a process: started again when it dies, and sometimes filled twice."""
+    """Keeps one process running: starts it again when it dies, and sometimes runs a second instance of it."""
 
     def __init__(self, name: str, start: Callable[[], subprocess.Popen[bytes]]) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class Slot:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.paused: dict[int, float] = {}
         self.starts_from_s = 0.0
-        """Not started again before this."""
+        """The time of the monotonic clock, in seconds, before which it is not started again."""
         self.starts = 0
 
     def tick(self) -> None:
@@ -73,7 +73,7 @@ class Slot:
             os.kill(process.pid, signal.SIGCONT)
 
     def calm(self) -> None:
-        """One instance, running."""
+        """Go back to one instance, and let it run."""
         for process in list(self.processes):
             self.resume(process)
         for process in self.processes[1:]:
@@ -101,7 +101,7 @@ class Disk:
         self._ballast = self.path / "ballast"
 
     def fill(self) -> None:
-        """Nearly all of it: the store keeps a reserve, and refuses to write into it."""
+        """Fill nearly all of the disk: the store keeps a reserve, and refuses to write into it."""
         left = os.statvfs(self.path)
         size_bytes = left.f_bavail * left.f_frsize
         with self._ballast.open("wb") as ballast:
@@ -160,7 +160,7 @@ class Producer(threading.Thread):
             self.failure = error
 
     def _append(self, client: StateClient, partition: int, rows: pa.Table, sequence: int) -> None:
-        # Not given up while stopping either: only what is known to be appended can be counted.
+        # The append is repeated even while stopping: only rows that are known to be appended can be counted.
         while True:
             try:
                 client.queue(QUEUE).append(partition, rows, producer=f"chaos-{partition}", sequence=sequence)
@@ -174,7 +174,7 @@ class Producer(threading.Thread):
 
 
 class Watch(threading.Thread):
-    """Looks at the reducers' positions: when they last moved, and the longest time that they did not."""
+    """Polls the reducers' positions: records when they last moved, and the longest time in which they did not."""
 
     def __init__(self, connect: Callable[[], StateClient]) -> None:
         super().__init__(name="watch", daemon=True)
@@ -183,7 +183,7 @@ class Watch(threading.Thread):
         self.stopping = threading.Event()
         self.moved_s: float | None = None
         self.stalls: list[tuple[float, float]] = []
-        """(length, end) of every time without a commit that was longer than a second."""
+        """The (length, end) in seconds of every time without a commit that was longer than a second."""
         self.commits_seen = 0
 
     def run(self) -> None:

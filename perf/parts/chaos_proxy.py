@@ -1,7 +1,7 @@
 """A proxy that gRPC connections go through, and what can happen to a connection: cut, delayed, or left half open.
 
-It speaks HTTP's CONNECT, which is what gRPC asks a proxy with; the addresses that workers find in discovery stay what
-they are. One thread runs it. Faults may be asked for from any other.
+It implements HTTP's CONNECT, which gRPC uses with a proxy; the addresses that workers find in discovery are unchanged.
+One thread runs it. Faults may be requested from any other thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Link:
         self.client = client
         self.server = server
         self.silent = asyncio.Event()
-        """Set while bytes pass. Cleared, both ends think the connection is fine and hear nothing."""
+        """Set while bytes pass. While it is cleared, the connection stays open at both ends, and no bytes pass."""
         self.silent.set()
 
     def cut(self) -> None:
@@ -61,15 +61,15 @@ class Proxy:
     # --- faults ---
 
     def cut(self, share: float) -> int:
-        """Reset this share of all connections, one at least; how many there were to reset."""
+        """Reset this share of all connections, at least one; returns the number of connections reset."""
         return self._ask(lambda: self._cut(self._some(share)))
 
     def half_open(self, share: float, for_s: float) -> int:
-        """Some connections fall silent in both directions, and are reset only after ``for_s``."""
+        """Let no bytes pass in either direction of this share of the connections, and reset them after ``for_s``."""
         return self._ask(lambda: self._half_open(self._some(share), for_s))
 
     def delay(self, up_to_s: float, for_s: float) -> int:
-        """Every piece of data waits for up to ``up_to_s`` before it is passed on."""
+        """Delay every piece of data by up to ``up_to_s`` seconds, for ``for_s`` seconds."""
 
         def begin() -> int:
             self._delay_s, self._delay_until_s = up_to_s, time.monotonic() + for_s
@@ -78,7 +78,7 @@ class Proxy:
         return self._ask(begin)
 
     def heal(self) -> None:
-        """No more delays. Connections that have fallen silent are reset in their time."""
+        """End the delays. Connections that are half open are reset when their time is over."""
         self.delay(0.0, 0.0)
 
     def _ask(self, what: Callable[[], int]) -> int:

@@ -1,7 +1,7 @@
-"""From what a row was measured to cost on a small machine to what the thesis's own load would need.
+"""Extrapolates from the cost of a row on a small machine to the resources that the thesis's own load would need.
 
-The thesis runs 450 mappers and 10 reducers at 3.5 GB/s of input. Costs by role are taken to be in proportion to the
-rows, which the curves of ``perf.growth`` bear out as long as commits keep their size; where they do not, they say so.
+The thesis runs 450 mappers and 10 reducers at 3.5 GB/s of input. Costs by role are assumed to be proportional to the
+rows. The curves of ``perf.growth`` show whether that holds; it does as long as commits keep their size.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ MAPPERS = 450
 REDUCERS = 10
 INPUT_BYTES_PER_S = 3.5e9
 COMMIT_ROWS_MAX = 2_000_000
-"""Rows of one reduce, by default: under such a load every commit is full."""
+"""The most rows of one reduce, by default: under such a load every commit has that many."""
 LONG_POLL_S = 0.5
-"""A mapper holds a request without rows for so long."""
+"""The time in seconds for which a mapper holds a request for which it has no rows."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Load:
 
 
 def extrapolated(load: Load) -> dict[str, float]:
-    """Cores, memory, network and the store's load at 450 mappers, 10 reducers and 3.5 GB/s."""
+    """The cores, memory, network and store load at 450 mappers, 10 reducers and 3.5 GB/s."""
     times = INPUT_BYTES_PER_S / load.input_bytes
     kept = load.shuffled_rows / load.rows
     rows_per_s = load.rows * times

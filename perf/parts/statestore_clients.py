@@ -15,7 +15,7 @@ import pyarrow as pa
 from shuffle.statestore import StateClient
 
 START_TIMEOUT_S = 60.0
-ANSWER_TIMEOUT_S = 60.0
+RESPONSE_TIMEOUT_S = 60.0
 ROWS_PREPARED = 64
 
 SMALL_TABLE = "small"
@@ -44,7 +44,7 @@ def _commit_until(client: StateClient, rows: list[pa.RecordBatch], deadline: flo
 
 
 def _run_clients(address: str, process: int, threads: int, pipe: Connection) -> None:
-    """Says ``ready``; then for each number of seconds it is sent, runs so long and answers the latencies."""
+    """Send ``ready``; then, for each number of seconds that is received, run for that time and send the latencies."""
     with ExitStack() as stack:
         clients = [stack.enter_context(StateClient.connect(address)) for _ in range(threads)]
         names = [f"client-{process}-{thread}" for thread in range(threads)]
@@ -71,10 +71,10 @@ class Clients:
         self._pipes = pipes
 
     def run(self, seconds: float) -> list[float]:
-        """Everybody commits for ``seconds``; returns how long each transaction took, in seconds."""
+        """Let all clients commit for ``seconds``; returns the time of each transaction in seconds."""
         for pipe in self._pipes:
             pipe.send(seconds)
-        return [took for pipe in self._pipes for took in _receive(pipe, seconds + ANSWER_TIMEOUT_S)]
+        return [took for pipe in self._pipes for took in _receive(pipe, seconds + RESPONSE_TIMEOUT_S)]
 
 
 @contextmanager

@@ -29,7 +29,7 @@ class Scan:
 
     lines: int
     first_row_s: float
-    """From the start of the process to the first row on its output, the start of Python included."""
+    """The time in seconds from the start of the process, with that of Python, to the first row of its output."""
     whole_s: float
     rss_peak_bytes: int
 
@@ -59,7 +59,7 @@ def scan(store: str) -> Scan:
         lines = rss_peak_bytes = 0
         while chunk:
             lines += chunk.count(b"\n")
-            # Asked while the process lives: what the kernel reports of a dead child includes its parent's memory.
+            # Read while the process lives: what the kernel reports of a dead child includes its parent's memory.
             rss_peak_bytes = max(rss_peak_bytes, processes.rss_peak_bytes(process.pid))
             chunk = os.read(descriptor, _READ_BYTES)
         whole_s = time.monotonic() - begin

@@ -1,5 +1,5 @@
 """What ``perf.straggler`` and ``perf.hot_bucket`` have in common: four mappers and eight reducers with small windows,
-started one by one, of which one reducer is away or slow.
+started one by one, of which one reducer is down or slow.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Workers:
 
 
 def spill_bytes(state: StateClient, folder: Path) -> int:
-    """Of all files of the spill queues, those staged and not published included."""
+    """The bytes of all files of the spill queues, with those that are staged and not published."""
     names = {queue.name for queue in state.queues()}
     ids = [state.queue(name).queue_id for index in range(MAPPERS) if (name := spill_queue(PROCESSOR, index)) in names]
     size_bytes = 0
@@ -124,7 +124,7 @@ def spill_bytes(state: StateClient, folder: Path) -> int:
 
 
 def wait_for_empty_spill(state: StateClient, folder: Path) -> int:
-    """What is left of it when it is empty, or should have been."""
+    """Wait for the spill to be empty; returns the bytes that are left of it after the time-out."""
     deadline_s = time.monotonic() + EMPTY_TIMEOUT_S
     while (left := spill_bytes(state, folder)) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)

@@ -1,1 +1,1 @@
-"""What the project is measured against: bare Flight and RocksDB, Spark and Flink by themselves."""
+"""The systems that the project is measured against: Flight and RocksDB alone, Spark and Flink by themselves."""

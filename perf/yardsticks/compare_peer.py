@@ -1,10 +1,10 @@
-"""A system under comparison lives in a process of its own and is asked to work: one line of JSON in, one line out.
+"""A system under comparison runs in a process of its own, a *peer*: one line of JSON is a request, one a response.
 
-So its processor time and memory can be told from the benchmark's, it stays warm from one run to the next, and it may
-have an environment of its own. For the latter this module imports nothing but the standard library.
+So its processor time and memory are separate from the benchmark's, it stays warm from one run to the next, and it may
+have a Python environment of its own. Because of the latter this module imports nothing but the standard library.
 
-While a peer is not asked for anything, the processes it has started stand still: a JVM with nothing to do still takes
-a share of the cores (its collector, its timers, its compiler), and that would be taken from whoever is being measured.
+Between requests the processes that a peer has started are stopped (SIGSTOP): an idle JVM still uses the cores (its
+collector, its timers, its compiler), and the system that is being measured would lose that time.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Handler = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class PeerFailed(Exception):
-    """The other process has ended, takes too long, or says that it could not do what it was asked to."""
+    """The peer has ended, took too long, or responded with an error."""
 
 
 def serve(handler: Handler) -> int:
-    """In the peer: answer requests until there are no more. What else is printed goes to standard error."""
+    """Respond to requests, in the peer, until there are no more. Everything else it prints goes to standard error."""
     _end_with_parent()
     try:
         with os.fdopen(os.dup(1), "w") as replies:
@@ -48,30 +48,30 @@ def serve(handler: Handler) -> int:
                 except Exception as error:
                     traceback.print_exc()
                     reply = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-                signal_descendants(signal.SIGSTOP)  # before the answer, after which others are measured
+                signal_descendants(signal.SIGSTOP)  # before the response, after which others are measured
                 replies.write(json.dumps(reply) + "\n")
                 replies.flush()
     finally:
-        signal_descendants(signal.SIGCONT)  # or they would never notice that they are to end
+        signal_descendants(signal.SIGCONT)  # a stopped process would not end
     return 0
 
 
 def _end_with_parent() -> None:
-    """A peer at work does not notice that nobody will ask for the answer: the kernel tells it, where it can."""
+    """Have the kernel end this process when its parent dies, where it can: a peer that runs a job does not notice."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def signal_descendants(number: signal.Signals) -> None:
-    """To every process that this one has started, and those that they have."""
+    """Send a signal to all descendants of this process."""
     for pid in _descendants(os.getpid()):
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def _descendants(pid: int) -> list[int]:
-    """By Linux's own lists; elsewhere none are found, and nothing stands still."""
+    """The pids of all descendants, from Linux's ``/proc``; on other systems none are found, and nothing is stopped."""
     found: list[int] = []
     with suppress(OSError):
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -81,7 +81,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 class Peer:
-    """The asking side. The peer ends when its standard input or this process does."""
+    """The client of a peer. The peer ends when its standard input is closed, or when this process ends."""
 
     def __init__(self, name: str, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
         self.name = name
@@ -113,10 +113,10 @@ class Peer:
             self._replies.put(line)
         self._replies.put("")
 
-    def ask(self, timeout_s: float, **request: Any) -> dict[str, Any]:
-        """Send a request and wait for its answer."""
+    def call(self, timeout_s: float, **request: Any) -> dict[str, Any]:
+        """Send a request and wait for its response."""
         self.send(**request)
-        return self.answer(timeout_s)
+        return self.response(timeout_s)
 
     def send(self, **request: Any) -> None:
         assert self._process.stdin is not None
@@ -126,7 +126,7 @@ class Peer:
         except (BrokenPipeError, ValueError):  # it has ended by itself, or has been closed
             raise PeerFailed(f"{self.name} has ended:\n{self.log_tail()}") from None
 
-    def answer(self, timeout_s: float) -> dict[str, Any]:
+    def response(self, timeout_s: float) -> dict[str, Any]:
         try:
             line = self._replies.get(timeout=timeout_s)
         except queue.Empty:
@@ -138,7 +138,7 @@ class Peer:
             raise PeerFailed(f"{self.name}: {reply['error']}\n{self.log_tail()}")
         return reply
 
-    def answered(self) -> bool:
+    def has_response(self) -> bool:
         return not self._replies.empty()
 
     def log_tail(self) -> str:

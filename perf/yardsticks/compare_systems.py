@@ -1,4 +1,4 @@
-"""The systems of ``perf.compare``: the same work on the same rows, each result checked before its time counts.
+"""The systems of ``perf.compare``: the same jobs on the same rows, each result checked before its time counts.
 
 | system | reads | its clock runs |
 |---|---|---|
@@ -7,8 +7,8 @@
 | Spark alone | Parquet | the same |
 | Flink | CSV | from the first rows that are seen to be read to the last checkpoint |
 
-Rows that were done when the clock started are not counted, and processor time is that of the same span of time. Bytes
-written and the peak of memory are of the whole run.
+Rows that were processed when the clock started are not counted, and processor time is that of the same period. Bytes
+written and the peak of memory are those of the whole run.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from shuffle.statestore import StateClient
 
 MAPPERS = 2
 REDUCERS = 2
-ANSWER_TIMEOUT_S = 400.0
+RESPONSE_TIMEOUT_S = 400.0
 READ_BATCHES = 2
-"""Batches of the input that a mapper of this project reads at once."""
+"""The number of batches of the input that a mapper of this project reads at once."""
 FILES_PER_BATCH = 2
-"""Of a micro-batch of Spark: one for each core."""
+"""The number of files in a micro-batch of Spark: one for each core."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one system: its time counts, since its result was right."""
+    """One run of one system whose result was right."""
 
     rows: int
     seconds: float
@@ -57,7 +57,8 @@ class Run:
     input_bytes: int
     row_bytes: float
     start_up_s: float
-    """From the start of its processes to the beginning of the clock; of a system that was warm, of the query."""
+    """The time in seconds from the start of the system's processes to the start of the clock; if the system was warm,
+    from the start of its query."""
 
     @property
     def rows_per_s(self) -> float:
@@ -102,13 +103,13 @@ class Base:
 
 
 class Ours(Base):
-    """This project: a store that stays, and for each run new mappers and reducers and a queue filled beforehand."""
+    """This project: one store for all runs, and for each run new mappers and reducers and a queue filled beforehand."""
 
     def __init__(self, given: Input, folder: Path, stack: ExitStack) -> None:
         super().__init__(given)
         self.system = stack.enter_context(LocalSystem(folder))
         self.state: StateClient = stack.enter_context(self.system.connect())
-        # Made once: making rows costs more than appending them.
+        # The rows are made once: making them costs more than appending them.
         made = in_turn(given.workload, given.rows, MAPPERS, given.batch_rows)
         self._batches = list(made)
         buckets = Buckets(MAPPERS, REDUCERS, KEY_COLUMNS)
@@ -118,7 +119,7 @@ class Ours(Base):
         self._runs = 0
 
     def spec(self, mapper: str, reducer: str) -> dict[str, Any]:
-        """A spec over a queue of its own, which is filled."""
+        """A spec over a new queue, which is filled here."""
         self._runs += 1
         name = f"run-{self._runs}"
         fill_with(self.state, name, SCHEMA, self._batches)
@@ -139,7 +140,8 @@ class Ours(Base):
         return self._processed("perf.common.jobs:KeyAndTime", "examples.activity:DeclaredCountByUser", counted=True)
 
     def repartition(self) -> Run:
-        """Nothing is kept to compare: that each row was committed by the reducer it belongs to is in the positions."""
+        """Repartition the rows. There is no table to compare: the positions show that each row was committed by the
+        reducer it belongs to."""
         return self._processed("perf.common.jobs:WholeRows", "perf.common.jobs:KeepNothing", counted=False)
 
     def _processed(self, mapper: str, reducer: str, counted: bool) -> Run:
@@ -169,7 +171,7 @@ class Spark(Base):
 
     @cached_property
     def peer(self) -> Peer:
-        """Started when first needed, so that it does not start while another system is measured."""
+        """Spark's process. It is started when it is first needed, not while another system is measured."""
         python = {"PYSPARK_PYTHON": sys.executable, "PYSPARK_DRIVER_PYTHON": sys.executable}
         command = [sys.executable, "-m", "perf.yardsticks.spark_alone", str(self._folder)]
         peer = Peer("spark", command, self._folder, {"PYTHONPATH": str(PROJECT), **python})
@@ -179,7 +181,7 @@ class Spark(Base):
     def count(self) -> Run:
         run, _ = self._asked_for("count")
         to = self._folder / "spark-counted.parquet"
-        self.peer.ask(ANSWER_TIMEOUT_S, job="counted", to=str(to))
+        self.peer.call(RESPONSE_TIMEOUT_S, job="counted", to=str(to))
         correct(self._input.expected, pq.read_table(to), "Spark")
         to.unlink()
         return run
@@ -191,7 +193,9 @@ class Spark(Base):
         return run
 
     def _asked_for(self, job: str) -> tuple[Run, dict[str, Any]]:
-        pid = self.peer.pid  # Started here: a peer ends with the thread that has started it, and the meter's ends soon.
+        pid = (
+            self.peer.pid
+        )  # Starts the peer here: it ends with the thread that has started it, and the meter's thread ends soon.
         with Meter(lambda: [pid]) as meter:
             reply, started_s = self._ask(job=job, parquet=str(self._input.parquet), files_per_batch=FILES_PER_BATCH)
             meter.stop_counting_bytes()
@@ -200,7 +204,7 @@ class Spark(Base):
     def _ask(self, **request: Any) -> tuple[dict[str, Any], float]:
         started_s = self.peer.started_s if not self._asked else time.time()
         self._asked += 1
-        reply = self.peer.ask(ANSWER_TIMEOUT_S, **request)
+        reply = self.peer.call(RESPONSE_TIMEOUT_S, **request)
         if reply["rows"] != self._input.rows:
             raise ShuffleError(f"Spark read {reply['rows']} rows of {self._input.rows}")
         return reply, started_s
@@ -210,7 +214,7 @@ class Spark(Base):
         return self._run(meter, reply["begin_s"], reply["end_s"], rows, started_s, system)
 
     def reduce_stream(self, batch_rows: int) -> Run:
-        """Mappers as processes, reducers as Spark's tasks."""
+        """Run mappers as processes and reducers as Spark's tasks."""
         assert self._ours is not None
         spec = self._ours.spec("perf.common.jobs:KeyAndTime", "examples.activity:DeclaredCountByUser")
         system, name = self._ours.system, spec["processor"]
@@ -242,7 +246,7 @@ class FlinkCount(Base):
         return run
 
     def run(self, job: str) -> Run:
-        """A job whose result is not looked at: what the count is made of, for the details."""
+        """Run a job whose result is not checked: a part of the count, for the details."""
         started_s = self._flink.peer.started_s if not self._asked else time.time()
         self._asked += 1
         with Meter(lambda: [self._flink.peer.pid]) as meter:

@@ -1,10 +1,10 @@
-"""What a system's processes use while it works: processor time, memory, bytes written.
+"""What a system's processes use while it runs: processor time, memory, bytes written.
 
-A ``Meter`` looks at whole process trees a few times a second, so that afterwards any part of the time can be asked
-about: the clock of a run starts with its first progress, which is known only when it has been seen.
+A ``Meter`` samples whole process trees a few times a second, so that the use in any period can be computed afterwards:
+the clock of a run starts with its first progress, which is known only when it has been seen.
 
 Memory is anonymous and shared memory (``RssAnon`` and ``RssShmem``), summed over the processes. Pages of mapped files
-are left out: they are the kernel's cache, which any reader of files has, and it gives them back when asked.
+are left out: they are the kernel's page cache, which any reader of files uses and which can be reclaimed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PERIOD_S = 0.25
 
 
 def private_bytes(pid: int) -> int:
-    """Memory that is this process's own; 0 when it is gone."""
+    """The anonymous and shared memory of a process in bytes; 0 when it is gone."""
     return processes.status_bytes(pid, "RssAnon") + processes.status_bytes(pid, "RssShmem")
 
 
@@ -33,13 +33,14 @@ def trees(roots: Iterable[int]) -> list[int]:
 
 
 class Meter:
-    """Samples the trees of ``roots`` until the block is left. ``roots`` is asked each time: some start later."""
+    """Samples the trees of ``roots`` until the block is left. ``roots`` is called each time: some processes start
+    later."""
 
     def __init__(self, roots: Callable[[], Sequence[int]]) -> None:
         self._roots = roots
         self._times_s: list[float] = []
         self._cpu_of: dict[int, float] = {}
-        """By process, also of those that have ended since: a worker of Spark that does so takes nothing with it."""
+        """The processor time in seconds by pid, also of processes that have ended since, such as workers of Spark."""
         self._cpu_s: list[float] = []
         self._memory_bytes: list[int] = []
         self._written_before = 0
@@ -48,7 +49,7 @@ class Meter:
         self._thread = threading.Thread(target=self._run, name="meter", daemon=True)
 
     def __enter__(self) -> Meter:
-        os.sync()  # What others have written is not to be paid for by the one that is measured now.
+        os.sync()  # What others have written before must not be counted for the system that is measured now.
         self._written_before = processes.tree_written_bytes(os.getpid())
         self._thread.start()
         return self
@@ -70,12 +71,12 @@ class Meter:
                 return
 
     def stop_counting_bytes(self) -> None:
-        """What is written from now on, for instance to check the result, does not belong to the work."""
+        """Do not count bytes that are written from now on, for instance to check the result."""
         if self._written_after is None:
             self._written_after = processes.tree_written_bytes(os.getpid())
 
     def cpu_between_s(self, begin_s: float, end_s: float) -> float:
-        """Processor time used between two times of the wall clock."""
+        """The processor time in seconds that was used between two times of the wall clock."""
         first, last = np.interp([begin_s, end_s], self._times_s, self._cpu_s)
         return float(last - first)
 
@@ -85,6 +86,6 @@ class Meter:
 
     @property
     def written_bytes(self) -> int:
-        """By this process and everything it has started, from entry to exit."""
+        """The bytes written by this process and all that it has started, from entry to exit."""
         assert self._written_after is not None
         return self._written_after - self._written_before

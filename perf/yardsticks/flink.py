@@ -1,4 +1,4 @@
-"""Flink for ``perf.compare``: its own virtual environment, made when first needed, and what its job says of itself."""
+"""Flink for ``perf.compare``: its own virtual environment, made when first needed, and the progress of its job."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from shuffle.examples.workload import RESULT_SCHEMA
 PACKAGE = "apache-flink==2.3.0"
 HEAP = "-Xmx2g"
 INSTALL_TIMEOUT_S = 900
-ASK_TIMEOUT_S = 5.0
+CALL_TIMEOUT_S = 5.0
 POLL_S = 0.2
 JOB_TIMEOUT_S = 300.0
 
 
 class NoFlink(Exception):
-    """Flink cannot be had on this machine; says why."""
+    """Flink cannot be installed or started on this machine; the message says why."""
 
 
 def environment_folder() -> Path:
-    """Where Flink's environment is: SHUFFLE_FLINK, or a folder of what is built."""
+    """The folder of Flink's environment: SHUFFLE_FLINK, or a folder among the build results."""
     return Path(os.environ.get("SHUFFLE_FLINK", PROJECT / "build" / "flink"))
 
 
 def installed() -> Path:
-    """The Python of an environment that has Flink in it, made if it is not there. Its packages contradict ours."""
+    """The Python of an environment with Flink, which is made if it does not exist. Its packages conflict with ours."""
     folder = environment_folder()
     python, stamp = folder / "bin" / "python", folder / ".installed"
     if stamp.exists() and stamp.read_text() == PACKAGE:
@@ -67,25 +67,25 @@ class Flink:
         self.peer = Peer("flink", command, folder, {"PYTHONPATH": str(PROJECT), "JVM_ARGS": HEAP})
 
     def run(self, job: str) -> tuple[float, int, float]:
-        """Run a job: when rows were first seen to be read, how many, and when it had ended (times of the wall clock).
+        """Run a job; returns when rows were first seen to be read, how many, and when it had ended (wall clock).
 
         The end is that of the last checkpoint: only then is everything counted exactly once.
         """
         deadline_s = time.monotonic() + JOB_TIMEOUT_S
         self.peer.send(job=job)
         first: tuple[float, int] | None = None
-        while not self.peer.answered() and time.monotonic() < deadline_s:
+        while not self.peer.has_response() and time.monotonic() < deadline_s:
             rows = self._rows_read() if first is None else 0
             if rows and first is None:
                 first = (time.time(), rows)
             time.sleep(POLL_S)
-        end_s = float(self.peer.answer(1.0)["end_s"])
+        end_s = float(self.peer.response(1.0)["end_s"])
         if first is None:
             raise NoFlink("the job ended before it was seen to read: take more --rows")
         return (*first, end_s)
 
     def _rows_read(self) -> int:
-        """By the source, as far as is known; 0 while the cluster of the next job is not up yet."""
+        """The number of rows that the source has read so far; 0 while the cluster of the next job is not up yet."""
         try:
             for job in self._get("/jobs")["jobs"]:
                 vertices = self._get(f"/jobs/{job['id']}")["vertices"]
@@ -95,14 +95,14 @@ class Flink:
         return 0
 
     def _get(self, path: str) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=ASK_TIMEOUT_S) as answer:
-            found: dict[str, Any] = json.load(answer)
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=CALL_TIMEOUT_S) as response:
+            found: dict[str, Any] = json.load(response)
         return found
 
     def counted(self) -> pa.Table:
-        """What the last count came to, from everything it has printed."""
+        """The result of the last count, from everything it has printed."""
         path = self._folder / "flink-printed.txt"
-        self.peer.ask(JOB_TIMEOUT_S, job="printed", to=str(path))
+        self.peer.call(JOB_TIMEOUT_S, job="printed", to=str(path))
         try:
             return last_changes(path)
         finally:
@@ -124,7 +124,7 @@ def last_changes(path: Path) -> pa.Table:
     rows = pa.table(dict(zip(("change", "user", "cluster", "at", "count"), lines.flatten(), strict=True))).drop_null()
     rows = rows.filter(pc.not_equal(rows["change"], "-U"))
     columns = ("change", "at", "count")
-    # Only one thread keeps the order of the rows, which is what "last" means.
+    # With one thread the order of the rows is kept, and "last" depends on that order.
     last = rows.group_by(["user", "cluster"], use_threads=False).aggregate([(name, "last") for name in columns])
     last = last.filter(pc.not_equal(last["change_last"], "-D"))
     found = [

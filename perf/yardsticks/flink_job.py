@@ -37,7 +37,7 @@ SETTINGS = {
     "table.optimizer.agg-phase-strategy": "TWO_PHASE",
     "taskmanager.memory.managed.size": "512 mb",
     "taskmanager.memory.network.max": "256 mb",
-    # How many rows have been read is asked from outside, several times a second.
+    # The number of rows read is requested over REST several times a second.
     "metrics.fetcher.update-interval": "100 ms",
 }
 SOURCE = """
@@ -58,7 +58,7 @@ JOBS = {
 
 
 class Jobs:
-    """What this process can be asked for. One thread only: Flink's planner belongs to the one that made it."""
+    """The requests of this process. All run in one thread: Flink's planner belongs to the thread that made it."""
 
     def __init__(self, folder: Path, csv: Path, rest_port: int) -> None:
         settings = Configuration()

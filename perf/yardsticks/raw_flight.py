@@ -1,7 +1,7 @@
-"""The yardstick: Arrow Flight alone, streaming the rows of the buckets between processes, with nothing else done.
+"""The yardstick of the shuffle: Arrow Flight alone, streaming the rows of the buckets between processes.
 
 One server process for each mapper holds the mapper's bucket batches in memory; one client process for each reducer
-reads its bucket of all servers at once. What this gives is what the network path can do on this machine.
+reads its bucket of all servers at once. The result is the throughput of the network path on this machine.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shuffle.support import flight
 START_TIMEOUT_S = 60.0
 STREAM_TIMEOUT_S = 120.0
 RESIDENT_ROWS_MAX = 1_000_000
-"""A server holds so many rows and streams them over again, so that memory does not set the length of the run."""
+"""The most rows that a server holds. It streams them repeatedly, so memory does not limit the length of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What one server holds: the first rows of a partition, in one batch for each bucket and read."""
+    """The rows that one server holds: the first rows of a partition, in one batch for each bucket and read."""
 
     workload: Workload
     partition: int
@@ -53,7 +53,7 @@ def bucket_batches(stream: Stream) -> list[list[pa.RecordBatch]]:
 
 
 class RawServer(flight.FlightServerBase):
-    """Answers a bucket's batches, as often as the ticket says. Streaming a table runs without Python in its way."""
+    """Streams a bucket's batches, as often as the ticket says. Arrow streams a table without calling Python."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__("grpc://127.0.0.1:0")
@@ -73,7 +73,7 @@ def _serve(stream: Stream, pipe: Connection) -> None:
 
 
 def get(client: Any, bucket: int, times: int = 1) -> int:
-    """One DoGet, read to its end; returns the bytes that came."""
+    """Read one DoGet to its end; returns the bytes received."""
     ticket = flight.Ticket(json.dumps({"bucket": bucket, "times": times}).encode())
     bytes_read = 0
     with flight.typed_errors("the raw Flight server"):
@@ -109,7 +109,7 @@ def _receive(pipe: Connection, timeout_s: float) -> Any:
 
 @contextmanager
 def servers(streams: Sequence[Stream]) -> Iterator[list[str]]:
-    """One server process for each stream; gives their addresses."""
+    """Start one server process for each stream; yields their addresses."""
     spawn = get_context("spawn")  # Flight does not survive a fork
     started = []
     try:
@@ -129,7 +129,8 @@ def servers(streams: Sequence[Stream]) -> Iterator[list[str]]:
 
 
 def bytes_per_s(workload: Workload, mappers: int, reducers: int, rows: int, batch_rows: int) -> float:
-    """Stream ``rows`` rows from ``mappers`` server processes to ``reducers`` client processes."""
+    """Stream ``rows`` rows from ``mappers`` server processes to ``reducers`` client processes; returns bytes per
+    second."""
     spawn = get_context("spawn")
     resident = min(rows // mappers, RESIDENT_ROWS_MAX)
     times = max(1, round(rows / mappers / resident))

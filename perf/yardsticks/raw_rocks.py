@@ -1,6 +1,6 @@
-"""The yardstick of the state store: ``rocksdict`` alone, in this process, with nothing in its way.
+"""The yardstick of the state store: ``rocksdict`` alone, in this process.
 
-The keys and values are the very bytes that the store keeps for the same rows.
+The keys and values are the same bytes that the store keeps for the same rows.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class RawRocks:
         self._synced.sync = True
 
     def put_synced(self, key: bytes, value: bytes) -> None:
-        """One key, durable on return."""
+        """Write one key, which is durable on return."""
         self._database.put(key, value, write_opt=self._synced)
 
     def write_synced(self, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
-        """One batch, durable on return."""
+        """Write one batch, which is durable on return."""
         batch = WriteBatch(raw_mode=True)
         put = batch.put
         for key, value in zip(keys, values, strict=True):

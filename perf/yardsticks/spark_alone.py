@@ -40,7 +40,7 @@ def session(folder: Path) -> SparkSession:
         .appName("perf.compare")
         .config("spark.ui.enabled", "false")
         .config("spark.ui.showConsoleProgress", "false")
-        # It stands still while others are measured, and must not take itself for dead afterwards.
+        # The JVM is stopped while others are measured, and its timers must not conclude that an executor is dead.
         .config("spark.network.timeout", "1h")
         .config("spark.local.dir", str(folder / "spark"))
         .config("spark.driver.memory", HEAP)
@@ -54,7 +54,7 @@ def session(folder: Path) -> SparkSession:
 
 
 class Jobs:
-    """What this process can be asked for."""
+    """The requests of this process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -72,7 +72,7 @@ class Jobs:
         return job[request["job"]](request)
 
     def count(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Count and latest time of each user and cluster."""
+        """Compute the count and latest time of each user and cluster."""
         counted = (
             self._rows(request)
             .groupBy(*KEY_COLUMNS)
@@ -90,14 +90,15 @@ class Jobs:
         return {"rows": table.num_rows}
 
     def repartition(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Full rows by the hash of their key, to a sink that discards them. Rows are counted behind the shuffle."""
+        """Repartition full rows by the hash of their key, to a sink that discards them. Rows are counted after the
+        shuffle."""
         shuffled = self._rows(request).repartition(CORES, *KEY_COLUMNS)
         progress = finished(self._start(shuffled.observe("behind", F.count("*").alias("rows")), "append"))
         behind = sum(one["observedMetrics"]["behind"]["rows"] for one in worked(progress))
         return {**timed(progress), "rows_behind": behind}
 
     def reduce_stream(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """This project's reducers as Spark's tasks: ``reduce_stream``, with a count of what the tasks have reduced."""
+        """Run this project's reducers as Spark's tasks with ``reduce_stream``; count what the tasks have reduced."""
         summaries = reduce_frame(self._spark, request["spec"], maxRowsPerTrigger=request["batch_rows"])
         counted = summaries.observe("reduced", F.sum("rows").alias("rows"))
         progress = finished(self._start(counted, "append"))
@@ -138,7 +139,7 @@ def rows_read(one: dict[str, Any]) -> int:
 
 
 def timed(progress: Sequence[dict[str, Any]], rows_of: Callable[[dict[str, Any]], int] = rows_read) -> dict[str, Any]:
-    """From the end of the first micro-batch to the end of the last, in seconds of the wall clock."""
+    """The times of the end of the first micro-batch and of the last, in seconds of the wall clock, and the rows."""
 
     def end_s(one: dict[str, Any]) -> float:
         began = dt.datetime.fromisoformat(one["timestamp"].replace("Z", "+00:00")).timestamp()

@@ -1,5 +1,5 @@
-"""What the Spark connector is measured against: a source that yields Arrow batches from memory, and a sink that takes
-and forgets them. Spark's own cost of a Python source and sink is all that is in them."""
+"""The yardstick of the Spark connector: a source that yields Arrow batches from memory, and a sink that discards them.
+Their only cost is Spark's own cost of a Python source and sink."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shuffle.spark_connector.schemas import arrow_schema, as_schema, spark_schem
 
 @lru_cache(maxsize=2)
 def in_memory(rows: int) -> pa.RecordBatch:
-    """Made once in each Python worker; the first micro-batch, which is not measured, pays for it."""
+    """A batch of rows, made once in each Python worker, during the first micro-batch, which is not measured."""
     table = Workload(with_user_share=1.0).rows(0, rows).combine_chunks()
     return as_schema(table.to_batches()[0], arrow_schema(spark_schema(SCHEMA, "logs")))
 

@@ -1,9 +1,9 @@
-"""Rows that reducers hand to Spark: those that they append to one queue, in the transactions of their positions.
+"""Rows that reducers emit to Spark: those that they append to one queue, in the transactions of their positions.
 
-Reducer i appends to partition i of the queue. What a task hands over is the part of its partition that the batch has
-appended, read back after the batch is committed. Where that part begins is written down by the first commit of the
-batch that appends anything, in the same transaction: so a task that is run again, by whatever attempt and however far
-the earlier one came, hands over the same rows. Rows of earlier batches are in Spark's log by then, and are trimmed.
+Reducer i appends to partition i of the queue. What a task emits is the part of its partition that the micro-batch has
+appended, read back after the micro-batch is committed. The position at which that part begins is stored by the first
+commit of the micro-batch that appends anything, in the same transaction. So a task that is run again emits the same
+rows, however far the earlier attempt came. Rows of earlier micro-batches are in Spark's log by then, and are trimmed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.statestore import Queue, StateClient, Transaction
 
 READ_BYTES = 8 * MIB
+"""The most bytes of the queue that one request reads."""
 
 KEY = pa.schema([pa.field("queue", pa.string(), False), pa.field("reducer_index", pa.int32(), False)])
 VALUE = pa.schema([pa.field("batch", pa.string(), False), pa.field("begin", pa.int64(), False)])
 
 
 def prepare(client: StateClient, processor: str, queue: str, reducer_count: int) -> None:
-    """Checks the option ``emit`` when the query starts, and creates the table that is needed for it."""
-    found = _queue(client, queue)
-    if found.partitions != reducer_count:
+    """Check the option ``emit`` when the query starts, and create the table that is needed for it."""
+    target = _queue(client, queue)
+    if target.partitions != reducer_count:
         raise BadInput(
-            f"the option 'emit': the queue {queue!r} has {found.partitions} partitions and the processor "
+            f"the option 'emit': the queue {queue!r} has {target.partitions} partitions and the processor "
             f"{reducer_count} reducers. It needs one for each, as reducer i appends to partition i: create another "
             f"queue with partitions={reducer_count}",
             option="emit",
@@ -58,14 +59,14 @@ def _queue(client: StateClient, name: str) -> Queue:
 
 @dataclass
 class Emission:
-    """What one task's batch emits."""
+    """The rows that one task emits for one micro-batch."""
 
     store: StoreHandle
     processor: str
     queue: str
     reducer: int
     ends: Mapping[int, int]
-    """The end of the batch, by mapper: what tells one batch from another."""
+    """The end of the micro-batch, a shuffle index for each mapper: it identifies the micro-batch."""
     _begin: int = field(default=0, init=False)
 
     @property
@@ -73,16 +74,19 @@ class Emission:
         return json.dumps([self.ends[mapper] for mapper in sorted(self.ends)])
 
     def begin(self) -> None:
-        """Note where the partition ends. To be called after the reducer's row was read: as long as that row is what
-        commits expect, nobody else has appended."""
-        self._begin = self.store.patiently(lambda client: client.queue(self.queue).bounds()[self.reducer][1])
+        """Remember where the partition ends.
+
+        Call this after the reducer's row was read: commits depend on that row, so as long as they succeed, nobody else
+        has appended since.
+        """
+        self._begin = self.store.with_retries(lambda client: client.queue(self.queue).bounds()[self.reducer][1])
 
     def add_to(self, tx: Transaction | None) -> None:
-        """Add to a transaction about to be committed what makes its rows the batch's.
+        """Add the beginning of the micro-batch's rows to a transaction that is about to be committed.
 
-        1. A transaction that appends nothing needs nothing.
-        2. If this batch has emitted before, its beginning is known.
-        3. Else write it down, and give up what lies before it.
+        1. If the transaction appends nothing, nothing is added.
+        2. If an earlier commit of this micro-batch has appended, the beginning is stored already.
+        3. Else store the beginning, and trim the rows before it.
         """
         partitions = set() if tx is None else tx.appends_to(self.queue)
         if tx is None or not partitions:  # 1
@@ -95,26 +99,26 @@ class Emission:
                 processor=self.processor,
                 reducer=self.reducer,
             )
-        found = tx.lookup(emitted_table(self.processor), self._key)
-        if found.num_rows and found["batch"][0].as_py() == self._batch:  # 2
+        stored = tx.lookup(emitted_table(self.processor), self._key)
+        if stored.num_rows and stored["batch"][0].as_py() == self._batch:  # 2
             return
         row = {"batch": pa.array([self._batch]), "begin": pa.array([self._begin], pa.int64())}
         tx.write(emitted_table(self.processor), pa.table({**_columns(self._key), **row}))  # 3
         tx.trim(self.queue, self.reducer, self._begin)
 
     def rows(self) -> Iterator[pa.RecordBatch]:
-        """All that the batch has emitted, once it is committed as a whole."""
-        found = self.store.patiently(lambda client: client.lookup(emitted_table(self.processor), self._key))
-        if not found.num_rows or found["batch"][0].as_py() != self._batch:
+        """All rows that the micro-batch has emitted. Call this once all of it is committed."""
+        stored = self.store.with_retries(lambda client: client.lookup(emitted_table(self.processor), self._key))
+        if not stored.num_rows or stored["batch"][0].as_py() != self._batch:
             return
-        position: int = found["begin"][0].as_py()
-        end = self.store.patiently(lambda client: client.queue(self.queue).bounds()[self.reducer][1])
+        position: int = stored["begin"][0].as_py()
+        end = self.store.with_retries(lambda client: client.queue(self.queue).bounds()[self.reducer][1])
         while position < end:
             rows, position = self._read(position, end)
             yield from rows.to_batches()
 
     def _read(self, position: int, end: int) -> tuple[pa.Table, int]:
-        return self.store.patiently(
+        return self.store.with_retries(
             lambda client: client.queue(self.queue).read(
                 self.reducer, position, max_rows=end - position, max_bytes=READ_BYTES
             )

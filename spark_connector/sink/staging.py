@@ -1,7 +1,7 @@
 """Writing to a queue from many tasks at once: rows are staged by the tasks and published by one transaction.
 
-Staged rows are durable and invisible. Whatever happens to a task (killed, repeated, run twice), only the ids that its
-one accepted message carries are published; the rest is garbage, which the store removes when its time is over.
+Staged rows are durable and invisible. Whatever happens to a task (killed, repeated, run twice), only the ids in the one
+message of it that Spark accepts are published; the rest is garbage, which the store removes when its time to live ends.
 """
 
 from __future__ import annotations
@@ -22,29 +22,33 @@ from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.statestore import Queue, QueueSchema, StateClient, Transaction
 
 SINKS_TABLE = "spark/sinks"
-"""How far each query has been published: the row that makes a repeated commit change nothing."""
+"""The table with the last batch id that each query has published to each queue: a repeated commit finds its batch id
+there, and changes nothing."""
 SINKS_KEY = pa.schema([pa.field("query", pa.string(), False), pa.field("queue", pa.string(), False)])
 SINKS_VALUE = pa.schema([pa.field("batch_id", pa.int64(), False)])
 
 SLICE_BYTES = 8 * MIB
-"""Rows are partitioned in slices of this size: Spark's batches of some thousand rows are too small to be quick."""
+"""The size in bytes of the slices in which rows are partitioned: Spark's batches of some thousand rows are too small
+to be fast."""
 
 STAGE_BYTES = 32 * MIB
-"""Rows are staged in files of about this size; one file for each partition is the least there can be."""
+"""The number of bytes that a task gathers before it stages them, in one file for each partition of the queue."""
 
 STAGES_UNDER_WAY_MAX = 2
-"""While so many are on their way to the store, the next ones are gathered."""
+"""The most requests to stage rows that a task has under way. While they are, it gathers the next rows."""
 
 
 @dataclass(frozen=True)
 class StagedRows:
+    """Rows that wait in the store for one partition of a queue."""
+
     partition: int
     staged_id: str
 
 
 @dataclass
 class StagedMessage(WriterCommitMessage):
-    """What a task tells the driver: where its rows wait."""
+    """The message of a task to the driver, with the ids of the rows that it has staged."""
 
     query: str
     staged: list[StagedRows]
@@ -53,37 +57,37 @@ class StagedMessage(WriterCommitMessage):
 
 @dataclass(frozen=True)
 class QueueTarget:
-    """A queue, and how rows find their partition of it."""
+    """A queue that is written to, and how its rows are partitioned."""
 
     store: StoreHandle
     queue: str
     partition_by: tuple[str, ...]
     staged_ttl_ms: int
     schema: pa.Schema
-    """Of the rows as Spark gives them, with time zones in UTC."""
+    """The schema of the rows as Spark gives them, with time zones in UTC."""
     partitions: int | None = None
-    """The queue is created with so many if it is not there: by the first task that has rows for it, so that a query
-    which fails before leaves nothing behind."""
+    """The number of partitions with which the queue is created if it does not exist; None if it must exist. The first
+    task that has rows for it creates it, so that a query which fails earlier leaves nothing behind."""
 
     def opened(self, client: StateClient) -> Queue:
-        """The queue, which is there from now on."""
+        """The queue, which is created if it does not exist."""
         if self.partitions is not None and self.queue not in {queue.name for queue in client.queues()}:
             new = new_queue(self.queue, self.schema, self.partitions)
             return client.create_queue(new.name, new.schema, new.partitions, if_not_exists=True)
         return client.queue(self.queue)
 
     def prepare(self) -> None:
-        """Everything that a commit needs is there, also after a commit without a single row."""
+        """Create the queue and the table that a commit needs, also for a commit without a single row."""
 
-        def ask(client: StateClient) -> None:
+        def call(client: StateClient) -> None:
             self.opened(client)
             if SINKS_TABLE not in {table.name for table in client.tables()}:
                 create_sinks_table(client)
 
-        self.store.patiently(ask)
+        self.store.with_retries(call)
 
     def stage(self, batches: Iterator[pa.RecordBatch], first_partition: int) -> tuple[list[StagedRows], int]:
-        """Stage the rows of one task; without ``partition_by`` slices go to the partitions in turn."""
+        """Stage the rows of one task. Without ``partition_by``, slices go to the partitions in turn."""
         staging = _Staging(self, first_partition)
         try:
             for table in _slices(batches, self.schema):
@@ -94,7 +98,7 @@ class QueueTarget:
             raise
 
     def discard(self, staged: Iterable[StagedRows]) -> None:
-        """Best effort: what is not discarded now is removed when its time is over."""
+        """Discard staged rows. Best effort: the store removes the others when their time to live ends."""
         with suppress(ShuffleError):
             queue = self.store.client().queue(self.queue)
             for rows in staged:
@@ -102,10 +106,12 @@ class QueueTarget:
 
 
 class _Staging:
+    """Partitions and stages the rows of one task."""
+
     def __init__(self, target: QueueTarget, first_partition: int) -> None:
         self._target = target
-        # The option says how many there will be; that it is so was checked if there is a queue already.
-        self._partitions = target.partitions or target.store.patiently(lambda c: c.queue(target.queue).partitions)
+        # If the option gives a number, an existing queue was checked to have it, and a new one is created with it.
+        self._partitions = target.partitions or target.store.with_retries(lambda c: c.queue(target.queue).partitions)
         self._next = first_partition
         self._pending: dict[int, list[pa.Table]] = {}
         self._pending_bytes = 0
@@ -141,7 +147,7 @@ class _Staging:
 
     def _stage(self, partition: int, rows: pa.Table) -> StagedRows:
         target = self._target
-        staged_id = target.store.patiently(
+        staged_id = target.store.with_retries(
             lambda client: target.opened(client).stage(rows, ttl_ms=target.staged_ttl_ms)
         )
         return StagedRows(partition, staged_id)
@@ -177,7 +183,7 @@ def _slices(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa
 
 
 def new_queue(name: str, rows: pa.Schema, partitions: int) -> QueueSchema:
-    """Columns that happen to be without nulls in one query need not stay so."""
+    """The schema of a queue for such rows. All columns are nullable: those of a later query may have nulls."""
     return QueueSchema(name, pa.schema([field.with_nullable(True) for field in rows]), partitions)
 
 
@@ -186,17 +192,17 @@ def create_sinks_table(client: StateClient) -> None:
 
 
 def publish(target: QueueTarget, query: str, batch_id: int, staged: Sequence[StagedRows]) -> bool:
-    """Make staged rows visible, once for each (query, batch id); whether it was now that it happened.
+    """Make staged rows visible, once for each (query, batch id). Returns whether this call has published them.
 
-    1. Look up how far this query has been published.
-    2. If that includes this batch, an earlier commit has happened: what is staged again is garbage.
+    1. Look up the last batch id that this query has published.
+    2. If it is this one or a later one, an earlier commit has happened: what was staged again is garbage.
     3. Else publish all rows and write the batch id, in the same transaction.
-    4. On *conflict* and *unknown* begin again at 1: the row tells what became of it.
+    4. On *conflict* and *unknown* begin again at 1: the row says whether the commit has happened.
     """
 
     def attempt(client: StateClient) -> bool:
         with client.transaction() as tx:
-            if (published := _published(tx, query, target.queue)) is not None and published >= batch_id:  # 1, 2
+            if (last_id := _last_published(tx, query, target.queue)) is not None and last_id >= batch_id:  # 1, 2
                 return False
             for rows in staged:  # 3
                 tx.publish(target.queue, rows.partition, rows.staged_id)
@@ -205,16 +211,16 @@ def publish(target: QueueTarget, query: str, batch_id: int, staged: Sequence[Sta
             return True
 
     try:
-        happened = target.store.in_transaction(attempt)  # 4
+        published = target.store.in_transaction(attempt)  # 4
     except Expired as error:
         raise Expired(
             f"batch {batch_id} of query {query} cannot be published: {error.message}. Restart the query, so that Spark "
             "writes the batch again; if commits take this long, raise the option 'stagedTtl'",
             **error.fields,
         ) from error
-    if not happened:
+    if not published:
         target.discard(staged)
-    return happened
+    return published
 
 
 def forget(target: QueueTarget, query: str) -> None:
@@ -225,9 +231,9 @@ def forget(target: QueueTarget, query: str) -> None:
             tx.commit()
 
 
-def _published(tx: Transaction, query: str, queue: str) -> int | None:
-    found = tx.lookup(SINKS_TABLE, _key(query, queue))
-    return found["batch_id"][0].as_py() if found.num_rows else None
+def _last_published(tx: Transaction, query: str, queue: str) -> int | None:
+    rows = tx.lookup(SINKS_TABLE, _key(query, queue))
+    return rows["batch_id"][0].as_py() if rows.num_rows else None
 
 
 def _key(query: str, queue: str) -> pa.Table:

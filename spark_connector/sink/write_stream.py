@@ -1,7 +1,7 @@
-"""Starting the sink with its checks first.
+"""Starting the sink, with its checks first.
 
-Spark asks a Python sink for its opinion only when the first micro-batch is about to be written: a stream that is silent
-for a day would fail after a day. ``write_stream`` asks before it starts the query.
+Spark creates a Python sink only when the first micro-batch is about to be written: a stream whose first rows come after
+a day would fail after a day. ``write_stream`` makes the checks before it starts the query.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from shuffle.statestore.store import STAGED_TTL_MS_DEFAULT
 from shuffle.support.suggest import did_you_mean
 
 BATCH_ID = "streaming.sql.batchId"
+"""The property of a task that says which micro-batch it belongs to."""
 
 
 def store_handle(options: Options) -> StoreHandle:
@@ -46,7 +47,7 @@ def store_handle(options: Options) -> StoreHandle:
 
 
 def queue_target(options: Options, schema: StructType) -> QueueTarget:
-    """The queue to write to, checked against the rows; if it is to be created, then when there are rows for it."""
+    """The queue to write to, checked against the rows. A queue that is missing is created once there are rows."""
     store = store_handle(options)
     name = options.required("queue", "the queue to append to")
     rows = arrow_schema(schema)
@@ -56,14 +57,14 @@ def queue_target(options: Options, schema: StructType) -> QueueTarget:
             hint = did_you_mean(column, rows.names, f"; they have {', '.join(rows.names)}")
             raise SchemaMismatch(f"the option 'partitionBy': the rows have no column {column!r}{hint}", column=column)
         if not hashable(rows.field(column).type):
-            kind = rows.field(column).type
+            column_type = rows.field(column).type
             raise BadInput(
-                f"the option 'partitionBy': Spark's xxhash64 does not hash column {column!r} of type {kind}"
+                f"the option 'partitionBy': Spark's xxhash64 does not hash column {column!r} of type {column_type}"
                 ": name others",
                 column=column,
             )
     partitions = options.number("partitions")
-    store.patiently(lambda client: _check_queue(client, name, rows, partitions, bool(by)))
+    store.with_retries(lambda client: _check_queue(client, name, rows, partitions, bool(by)))
     ttl_ms = int(options.seconds("stagedTtl", STAGED_TTL_MS_DEFAULT / 1000) * 1000)
     return QueueTarget(store, name, by, ttl_ms, rows, partitions)
 
@@ -80,24 +81,24 @@ def _check_queue(client: StateClient, name: str, rows: pa.Schema, partitions: in
             "DataFrame's schema",
             queue=name,
         )
-    found = queues[name]
-    if partitions is not None and found.partitions != partitions:
+    queue = queues[name]
+    if partitions is not None and queue.partitions != partitions:
         raise BadInput(
-            f"the queue {name!r} has {found.partitions} partitions, not {partitions}, and that cannot be changed: "
+            f"the queue {name!r} has {queue.partitions} partitions, not {partitions}, and that cannot be changed: "
             "leave the option 'partitions' out, or write to another queue",
             queue=name,
         )
-    if keyed and found.partitions > KEY_GROUPS_DEFAULT:
+    if keyed and queue.partitions > KEY_GROUPS_DEFAULT:
         raise BadInput(
             f"the option 'partitionBy' spreads rows over at most {KEY_GROUPS_DEFAULT} partitions; the queue {name!r} "
-            f"has {found.partitions}: leave it out, or write to another queue",
+            f"has {queue.partitions}: leave it out, or write to another queue",
             queue=name,
         )
-    check_fits(rows, found.schema, f"the queue {name!r}")
+    check_fits(rows, queue.schema, f"the queue {name!r}")
 
 
 def _staged(messages: Sequence[WriterCommitMessage | None]) -> list[StagedRows]:
-    """What all tasks staged, in the order of the tasks."""
+    """The rows that all tasks have staged, in the order of the tasks."""
     return [rows for message in messages if isinstance(message, StagedMessage) for rows in message.staged]
 
 
@@ -112,7 +113,7 @@ class QueueStreamWriter(DataSourceStreamArrowWriter):
         query, batch_id = context.getLocalProperty(QUERY_ID), context.getLocalProperty(BATCH_ID)
         if not query:
             raise BadInput("the sink does not know its query: it can only be used through writeStream")
-        # Another partition each time, so that small batches do not all go to the first one.
+        # Each task and batch begins at another partition, so that small batches do not all go to the first one.
         first_partition = context.partitionId() + int(batch_id or 0)
         staged, rows = self._target.stage(iterator, first_partition)
         return StagedMessage(query, staged, rows)
@@ -136,7 +137,8 @@ class QueueBatchWriter(DataSourceArrowWriter):
     def __init__(self, target: QueueTarget) -> None:
         self._target = target
         self._job = f"batch-{uuid.uuid4().hex}"
-        """Stands for the query: it makes out whether a commit whose answer was lost has happened."""
+        """The name of this write in the table of sinks, in place of a query's: it shows whether a commit whose response
+        was lost has happened."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedMessage:
         context: Any = TaskContext.get()
@@ -159,7 +161,7 @@ class QueueBatchWriter(DataSourceArrowWriter):
 
 @dataclass
 class RowsMessage(WriterCommitMessage):
-    """The rows of one task, as an Arrow stream: a transaction is one client's, so they meet in the driver."""
+    """The rows of one task, as an Arrow stream. They go to the driver, since a transaction belongs to one client."""
 
     rows: int
     stream: bytes
@@ -173,8 +175,8 @@ class TableBatchWriter(DataSourceArrowWriter):
         self._table = options.required("table", "the table to write to")
         self._schema = arrow_schema(schema)
         key = options.names("key")
-        self._new = self._store.patiently(lambda client: _check_table(client, self._table, self._schema, key))
-        """The table that is created with the first rows that can be written to it; None if it is there."""
+        self._new = self._store.with_retries(lambda client: _check_table(client, self._table, self._schema, key))
+        """The schema of the table that is created once there are rows that fit it; None if the table exists."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> RowsMessage:
         sink = pa.BufferOutputStream()
@@ -188,19 +190,21 @@ class TableBatchWriter(DataSourceArrowWriter):
         return RowsMessage(rows, sink.getvalue().to_pybytes())
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        found = [message for message in messages if isinstance(message, RowsMessage) and message.rows]
-        if sum(message.rows for message in found) > TRANSACTION_ROWS_MAX:
+        with_rows = [message for message in messages if isinstance(message, RowsMessage) and message.rows]
+        if sum(message.rows for message in with_rows) > TRANSACTION_ROWS_MAX:
             raise _too_large(self._table)
-        tables = [pa.ipc.open_stream(message.stream).read_all() for message in found]
+        tables = [pa.ipc.open_stream(message.stream).read_all() for message in with_rows]
         rows = pa.concat_tables(tables) if tables else self._schema.empty_table()
         if (new := self._new) is not None:
             Table(new).encode_rows(rows)  # A null in the key is found here, before there is a table.
-            self._store.patiently(lambda client: client.create_table(new.name, new.key, new.value, if_not_exists=True))
+            self._store.with_retries(
+                lambda client: client.create_table(new.name, new.key, new.value, if_not_exists=True)
+            )
         if not tables:
             return
 
         def attempt(client: StateClient) -> None:
-            # Upserting the same rows again gives the same table, so a lost answer needs no other care.
+            # Upserting the same rows again gives the same table, so after a lost response it is simply done again.
             with client.transaction() as tx:
                 tx.write(self._table, rows)
                 tx.commit()
@@ -209,7 +213,7 @@ class TableBatchWriter(DataSourceArrowWriter):
 
 
 def _check_table(client: StateClient, name: str, rows: pa.Schema, key: list[str]) -> TableSchema | None:
-    """The table as it is to be created, unless it is there."""
+    """The schema of the table that is to be created; None if the table exists."""
     tables = {table.name: table for table in client.tables()}
     if name not in tables:
         if not key:
@@ -229,14 +233,14 @@ def _check_table(client: StateClient, name: str, rows: pa.Schema, key: list[str]
         new = TableSchema(name, key_schema, value)
         new.validate()
         return new
-    found = tables[name]
-    if key and key != found.key.names:
+    table = tables[name]
+    if key and key != table.key.names:
         raise BadInput(
-            f"the table {name!r} has the key {', '.join(found.key.names)}, not {', '.join(key)}: leave the option 'key'"
+            f"the table {name!r} has the key {', '.join(table.key.names)}, not {', '.join(key)}: leave the option 'key'"
             " out, or write to another table",
             table=name,
         )
-    check_fits(rows, found.row, f"the table {name!r}")
+    check_fits(rows, table.row, f"the table {name!r}")
     return None
 
 

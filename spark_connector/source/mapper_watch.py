@@ -1,4 +1,4 @@
-"""What a query's mappers are doing, as the driver keeps asking them."""
+"""How far a query's mappers are: the driver polls them."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from shuffle.ids import MapperIndex, Token
 from shuffle.mapper.reader import Input
 from shuffle.mapper.readers.opening import built_in_input, open_input
 from shuffle.spark_connector.source.offsets import Indexes
-from shuffle.spark_connector.source.processor import Processor, Produced, Shape
+from shuffle.spark_connector.source.processor import MapperProgress, Processor, Shape
 from shuffle.spark_connector.waiting import Waiting
 from shuffle.spec.config import ProcessorSpec
 from shuffle.spec.inputs import input_described_as
 from shuffle.statestore import StateClient
 
 POLL_S = 0.05
+"""The time in seconds between two polls of the mappers."""
 
 
 class MapperWatch:
-    """What the mappers have produced, as the driver keeps asking. One that is away holds up nobody but its own rows."""
+    """What the mappers have produced, by polling them. A mapper that is away delays only its own rows."""
 
     def __init__(self, processor: Processor, shape: Shape) -> None:
         self._processor = processor
         self._silences = [Waiting(processor.store.timeout_s) for _ in range(shape.mapper_count)]
         self.latest: Indexes = [-1] * shape.mapper_count
-        self.produced: dict[int, Produced] = {}
+        self.produced: dict[int, MapperProgress] = {}
 
     def look(self) -> None:
         self.produced = self._processor.produced()
-        for mapper, found in self.produced.items():
+        for mapper, progress in self.produced.items():
             if mapper < len(self.latest):
                 self._silences[mapper].restart()
-                self.latest[mapper] = max(self.latest[mapper], found.last_row_index)
+                self.latest[mapper] = max(self.latest[mapper], progress.last_row_index)
 
     def refuse_silence(self) -> None:
-        """A mapper that has been silent for long is told of, and after the time-out it is an error."""
+        """Report a mapper that has not responded for a while; raise ``StoreUnavailable`` after the time-out."""
         for mapper, silence in enumerate(self._silences):
-            silence.tell(f"processor {self._processor.name}: mapper {mapper} does not answer")
+            silence.report(f"processor {self._processor.name}: mapper {mapper} does not answer")
             if silence.is_over:
                 raise StoreUnavailable(
                     f"processor {self._processor.name}: mapper {mapper} has not answered for "
@@ -57,10 +58,10 @@ class MapperWatch:
 
 
 class SourceInput:
-    """The processor's input as the driver can ask it.
+    """The processor's input, opened in the driver to find out where it ends.
 
-    The spec says what it is. Without a spec an input that comes with the project is known by what the state says of
-    it; an input of the user's own is not known then.
+    The spec says what the input is. Without a spec, an input that comes with the project is opened by its description
+    in the store; an input of the user's own cannot be opened then.
     """
 
     def __init__(self, processor: Processor, shape: Shape, spec: ProcessorSpec | None) -> None:
@@ -71,25 +72,32 @@ class SourceInput:
         self._input: Input | None = None
 
     def ends(self) -> Mapping[int, Token] | None:
-        """For each mapper where its input ends now; None if nobody knows."""
-        return self._processor.store.patiently(lambda client: found.ends() if (found := self._at(client)) else None)
+        """For each mapper the token at which its input ends now; None if the input does not know, or is not known."""
+
+        def call(client: StateClient) -> Mapping[int, Token] | None:
+            opened = self._opened(client)
+            return None if opened is None else opened.ends()
+
+        return self._processor.store.with_retries(call)
 
     def reached(self, mapper: int, token: Token, end: Token) -> bool:
-        def ask(client: StateClient) -> bool:
+        """Whether a mapper at ``token`` has read everything up to ``end``."""
+
+        def call(client: StateClient) -> bool:
             if not token and not self._begins_empty(client, mapper):
                 return False
-            found = self._at(client)
-            return found is not None and found.reached(mapper, token, end)
+            opened = self._opened(client)
+            return opened is not None and opened.reached(mapper, token, end)
 
-        return self._processor.store.patiently(ask)
+        return self._processor.store.with_retries(call)
 
     def _begins_empty(self, client: StateClient, mapper: int) -> bool:
-        """Whether an empty token is really where the mapper stands: one that is starting has not looked yet."""
+        """Whether an empty token is the mapper's real position: one that is starting has not read its state yet."""
         state = lookup_state(client, self._processor.name, MapperIndex(mapper))
         return state is not None and not state.continuation_token
 
-    def _at(self, client: StateClient) -> Input | None:
-        """The input over ``client``, which is another one when the store has moved."""
+    def _opened(self, client: StateClient) -> Input | None:
+        """The input over ``client``. The client is another one when the store has moved; the input is opened again."""
         if client is not self._client:
             self.close()
             if self._spec is not None:
@@ -106,7 +114,7 @@ class SourceInput:
 
 
 class Goal:
-    """For ``Trigger.AvailableNow``: the end of the input as it was when the query began."""
+    """The end of a query with ``Trigger.AvailableNow``: the end of the input as it was when the query began."""
 
     def __init__(self, processor: Processor, shape: Shape, spec: ProcessorSpec | None = None) -> None:
         self._source = SourceInput(processor, shape, spec)
@@ -114,15 +122,15 @@ class Goal:
         self._caps: list[int | None] = [None] * shape.mapper_count
 
     def look(self, watch: MapperWatch) -> None:
-        """A mapper that has read up to the goal is capped at what it has produced by then."""
-        for mapper, found in watch.produced.items():
-            if self._caps[mapper] is None and self._is_at_end(mapper, found):
+        """Cap each mapper that has read up to the goal at what it has produced by then."""
+        for mapper, progress in watch.produced.items():
+            if self._caps[mapper] is None and self._is_at_end(mapper, progress):
                 self._caps[mapper] = watch.latest[mapper]
 
-    def _is_at_end(self, mapper: int, found: Produced) -> bool:
-        # What an input will hold that does not know its end is not known beforehand: there the goal is what was mapped.
+    def _is_at_end(self, mapper: int, progress: MapperProgress) -> bool:
+        # An input that does not know its end gives no goal; there the goal is what was mapped when the query began.
         end = None if self._ends is None else self._ends.get(mapper)
-        return end is None or self._source.reached(mapper, found.token, end)
+        return end is None or self._source.reached(mapper, progress.token, end)
 
     def close(self) -> None:
         self._source.close()

@@ -1,7 +1,7 @@
-"""Offsets of the streaming source: one shuffle index for each mapper, and how far a batch may go.
+"""Offsets of the streaming source: one shuffle index for each mapper, and where a micro-batch ends.
 
-An offset is the JSON object ``{"0": 4711, "1": 4650}``: by mapper, the last shuffle index that is part of what lies
-before; -1 is nothing. Spark compares offsets as text, so the mappers are always in the order of their numbers.
+An offset is the JSON object ``{"0": 4711, "1": 4650}``: for each mapper the last shuffle index before the offset; -1 if
+there is none. Spark compares offsets as text, so the mappers are always in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from shuffle.errors import BadInput
 
 Indexes = list[int]
+"""One shuffle index for each mapper."""
 
 
 def to_offset(indexes: Sequence[int]) -> dict[str, int]:
@@ -31,9 +32,9 @@ def _number(text: str) -> int:
 
 
 def admit(start: Sequence[int], latest: Sequence[int], rows_max: int | None) -> Indexes:
-    """The end of a batch after ``start`` of at most ``rows_max`` rows, each mapper with a share of what it has.
+    """The end of a micro-batch after ``start`` of at most ``rows_max`` rows, in proportion to what each mapper has.
 
-    Every shuffle index is one row for one reducer, so the rows of a batch are counted exactly.
+    Every shuffle index is one row for one reducer, so the rows of a micro-batch are counted exactly.
     """
     waiting = [max(0, last - first) for first, last in zip(start, latest, strict=True)]
     if rows_max is None or sum(waiting) <= rows_max:

@@ -1,12 +1,12 @@
 """The positions of a Spark query over a processor's rows: where it began, and what it has committed.
 
-A query reads the rows of all reducers, and commits in their place: after each batch every reducer's row in the store is
-the end of that batch. Two things are written down:
+A query reads the rows of all reducers, and commits instead of them: after each micro-batch every reducer's row in the
+store is the end of that micro-batch. Two things are stored:
 
-- the *baseline*, in the table ``<processor>/meta``: what the reducers had committed when the query began. They may have
-  stood at different rows then, while an offset is one number for all of them. It also makes the first offset
-  repeatable: Spark asks for it again when the first batch has to be run again.
-- the reducers' rows, in ``<processor>/reducers``: what mappers may forget.
+- the *baseline*, in the table ``<processor>/meta``: what the reducers had committed when the query began. Each reducer
+  may have been at another row then, while an offset is one number for all of them. The baseline also makes the first
+  offset repeatable: Spark requests it again when the first micro-batch has to be run again.
+- the reducers' rows, in ``<processor>/reducers``: what mappers may drop.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from shuffle.spark_connector.source.query_lease import QueryLease
 from shuffle.statestore import StateClient, Transaction
 
 BASELINE = "spark_source"
+"""The name of the baseline's row in ``<processor>/meta``."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """Where a query began."""
+    """The positions at which a query began."""
 
     starting: str
-    """The option ``startingOffsets``."""
+    """The value of the option ``startingOffsets``."""
     start: Indexes
-    """For each mapper: everything up to here is none of the query's business."""
+    """The shuffle index, for each mapper, up to which no row belongs to the query."""
     committed: list[Indexes]
-    """For each reducer and mapper: rows up to here were done before the query began."""
+    """The shuffle index, for each reducer and mapper, up to which rows were committed before the query began."""
 
     def begin(self, reducer: int, mapper: int, start: int) -> int:
-        """After which row a reducer's part of a batch that starts at ``start`` begins."""
+        """The shuffle index after which a reducer's part of a micro-batch that starts at ``start`` begins."""
         return max(start, self.committed[reducer][mapper])
 
 
-class Positions:
-    """Reads and writes them. Used in the driver only."""
+class QueryPositions:
+    """Reads and writes the positions of a query. Used in the driver only."""
 
     def __init__(self, processor: Processor, shape: Shape, lease: QueryLease) -> None:
         self._processor = processor
@@ -57,9 +58,9 @@ class Positions:
         self._meta = meta_table(processor.name)
 
     def refuse_reducers(self) -> None:
-        """Reducers that run would take the rows that this query is to read."""
+        """Raise ``BadInput`` if reducers are running: they would commit the rows that this query is to read."""
         store, name = self._processor.store, self._processor.name
-        alive = store.patiently(lambda client: client.leases.members(reducers_group(name)))
+        alive = store.with_retries(lambda client: client.leases.members(reducers_group(name)))
         if alive:
             raise BadInput(
                 f"processor {name} has {len(alive)} running reducers, which commit the rows that this query would read."
@@ -68,23 +69,24 @@ class Positions:
             )
 
     def start(self) -> Indexes:
-        """For each mapper: up to here all reducers have committed."""
-        done = self._processor.store.patiently(self._done)
+        """The shuffle index, for each mapper, up to which all reducers have committed."""
+        done = self._processor.store.with_retries(self._done)
         return [min(column) for column in zip(*done, strict=True)]
 
     def begin(self, starting: str, latest: Indexes | None) -> Baseline:
-        """The baseline: the one written down, if the query has committed nothing since, else a new one.
+        """The baseline: the stored one, if the query has committed nothing since, else a new one.
 
-        ``latest`` are the last rows produced: to begin there is to commit all that is before, unread.
+        ``latest`` are the last rows that the mappers have produced. If it is given, the query begins there, and all
+        rows before are committed unread.
         """
 
         def attempt(client: StateClient) -> Baseline:
             with client.transaction() as tx:
                 self._lease.check_in(tx)
                 committed = self._done(tx)
-                found = self._stored(tx)
-                if found is not None and found.starting == starting and found.committed == committed:
-                    return found
+                stored = self._stored(tx)
+                if stored is not None and stored.starting == starting and stored.committed == committed:
+                    return stored
                 start = [min(column) for column in zip(*committed, strict=True)]
                 if latest is not None:
                     start = [max(a, b) for a, b in zip(start, latest, strict=True)]
@@ -98,47 +100,50 @@ class Positions:
         return self._processor.store.in_transaction(attempt)
 
     def baseline(self) -> Baseline:
-        """The one written down."""
-        found = self._processor.store.patiently(self._stored)
-        if found is None:
+        """The stored baseline. Raises ``RowsGone`` if there is none."""
+        stored = self._processor.store.with_retries(self._stored)
+        if stored is None:
             raise RowsGone(
                 f"processor {self._processor.name} knows of no Spark query that began: its state was made anew since "
                 "this checkpoint was written. Start the query with a new checkpoint"
             )
-        return found
+        return stored
 
     def commit(self, end: Indexes, baseline: Baseline) -> list[Indexes]:
-        """Everything up to ``end`` is done with, for all reducers; returns what each has committed now.
+        """Commit everything up to ``end`` for all reducers; returns what each of them has committed now.
 
-        Idempotent. A committed index never falls: a row that is further than this query can have brought it was moved
-        by somebody else, or this checkpoint is an old one.
+        Idempotent. A committed index never decreases: if a reducer's row is beyond what this query can have committed,
+        somebody else has moved it, or this checkpoint is an old one.
         """
-        for mapper, (wanted, began) in enumerate(zip(end, baseline.start, strict=True)):
-            if wanted < began:
-                raise self._too_old(mapper, wanted, began)
+        for mapper, (last, began) in enumerate(zip(end, baseline.start, strict=True)):
+            if last < began:
+                raise self._too_old(mapper, last, began)
 
         def attempt(client: StateClient) -> list[Indexes]:
             with client.transaction() as tx:
                 self._lease.check_in(tx)
                 committed = self._processor.committed(tx, self._shape)
-                wanted = [
+                new_indexes = [
                     [baseline.begin(reducer, mapper, last) for mapper, last in enumerate(end)]
                     for reducer in range(self._shape.reducer_count)
                 ]
-                for row, new in zip(committed, wanted, strict=True):
+                for row, new in zip(committed, new_indexes, strict=True):
                     for mapper, (had, has) in enumerate(zip(row, new, strict=True)):
                         if had > has:
                             raise self._too_old(mapper, has, had)
-                if wanted != committed:
-                    self._write(tx, wanted)
+                if new_indexes != committed:
+                    self._write(tx, new_indexes)
                     tx.commit()
-                return wanted
+                return new_indexes
 
         return self._processor.store.in_transaction(attempt)
 
     def _done(self, source: Any) -> list[Indexes]:
-        """What reducers have committed, or need not: below a mapper's persisted state there is nothing left of anyone,
-        even where a reducer's own last row is far below; unless it is in the spill."""
+        """For each reducer and mapper, the shuffle index up to which the reducer has no row left to commit.
+
+        Below a mapper's persisted state no reducer has rows left, even if its own last committed row is far below; the
+        exception are rows in the spill.
+        """
         committed = self._processor.committed(source, self._shape)
         reducers = [ReducerIndex(reducer) for reducer in range(self._shape.reducer_count)]
         for mapper in range(self._shape.mapper_count):
@@ -153,8 +158,8 @@ class Positions:
         return committed
 
     def _stored(self, source: StateClient | Transaction) -> Baseline | None:
-        found = source.lookup(self._meta, pa.table({"name": [BASELINE]}))
-        return Baseline(**json.loads(found["value"][0].as_py())) if found.num_rows else None
+        rows = source.lookup(self._meta, pa.table({"name": [BASELINE]}))
+        return Baseline(**json.loads(rows["value"][0].as_py())) if rows.num_rows else None
 
     def _write(self, tx: Transaction, committed: Sequence[Indexes]) -> None:
         states = self._processor.states(tx, self._shape)
@@ -162,12 +167,12 @@ class Positions:
             moved = replace(state, committed_row_indices=tuple(ShuffleIndex(index) for index in indexes))
             tx.write(self._table, moved.to_row(ReducerIndex(reducer)))
 
-    def _too_old(self, mapper: int, asked: int, found: int) -> RowsGone:
+    def _too_old(self, mapper: int, requested: int, committed: int) -> RowsGone:
         return RowsGone(
-            f"processor {self._processor.name}: this query's checkpoint stands at row {asked} of mapper {mapper}, but "
-            f"rows up to {found} were committed and are gone: the checkpoint is older than that, or another query or "
-            "reducer has read the same processor. Start the query with a new checkpoint; it goes on after what was "
-            "committed",
+            f"processor {self._processor.name}: this query's checkpoint stands at row {requested} of mapper {mapper}, "
+            f"but rows up to {committed} were committed and are gone: the checkpoint is older than that, or another "
+            "query or reducer has read the same processor. Start the query with a new checkpoint; it goes on after "
+            "what was committed",
             processor=self._processor.name,
             mapper=mapper,
         )

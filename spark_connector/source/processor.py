@@ -1,4 +1,4 @@
-"""A running streaming processor as Spark's side sees it: its shape, its mappers, and its reducers' rows."""
+"""A running processor, read from Spark: its shape, its mappers, and its reducers' rows in the store."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ from shuffle.spark_connector.waiting import Waiting
 from shuffle.statestore import StateClient
 from shuffle.support import flight
 
-ASK_TIMEOUT_S = 5.0
+CALL_TIMEOUT_S = 5.0
+"""The time in seconds after which a call to a mapper has failed."""
 FETCH_ROWS = 262_144
+"""The most rows in one response of a mapper."""
 FETCH_BYTES = 16 * MIB
+"""The most bytes in one response of a mapper."""
 GENERATION = 0
-"""Of the processor, as far as Spark's offsets can say it."""
+"""The only generation of a processor that Spark can read: its offsets have no field for a generation."""
 FETCH_WAIT_MS = 500
-"""How long a mapper holds a request for rows that it has yet to map again."""
+"""The time in milliseconds for which a mapper holds a request for rows that it has yet to map again."""
 
 _flights: dict[tuple[int, str], Any] = {}
 _lock = threading.Lock()
@@ -50,25 +53,25 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Shape:
-    """What cannot change while a processor has state."""
+    """The properties of a processor that cannot change while it has state."""
 
     mapper_count: int
     reducer_count: int
     input: str
-    """What the input calls itself: ``queue NAME``, ``folder PATH``, ``class module:Class {…}``."""
+    """The input's description of itself: ``queue NAME``, ``folder PATH``, ``class module:Class {…}``."""
 
 
 @dataclass(frozen=True)
-class Produced:
-    """What one instance of a mapper says of itself."""
+class MapperProgress:
+    """How far one instance of a mapper is, from its status."""
 
     mapper: MapperAddress
     last_row_index: int
-    """The last shuffle index it has produced."""
+    """The last shuffle index that it has produced."""
     token: Token
-    """Where in its input it stands: after what it has mapped."""
+    """The continuation token after the rows that it has mapped."""
     row_bytes: float
-    """Bytes of a row in its window, on average."""
+    """The average number of bytes of a row in its window."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +84,14 @@ class Processor:
     # --- the store's side ---
 
     def shape(self) -> Shape:
-        """Waits for a processor that has not been started yet."""
+        """The shape of the processor. Waits for a processor that has not been started yet."""
 
-        def ask(client: StateClient) -> Shape:
+        def call(client: StateClient) -> Shape:
             try:
                 rows = client.scan(meta_table(self.name)).read_all().to_pylist()
-                found = {row["name"]: row["value"] for row in rows}
+                meta = {row["name"]: row["value"] for row in rows}
                 refuse_old_tables(client, self.name)
-                return Shape(int(found["mapper_count"]), int(found["reducer_count"]), found["input"])
+                return Shape(int(meta["mapper_count"]), int(meta["reducer_count"]), meta["input"])
             except (UnknownTable, KeyError) as error:
                 known = sorted(filter(None, (processor_of_meta_table(table.name) for table in client.tables())))
                 there = f"there are {', '.join(known)}" if known else "there is none at all"
@@ -97,19 +100,19 @@ class Processor:
                     "mappers"
                 ) from error
 
-        return self.store.patiently(ask)
+        return self.store.with_retries(call)
 
     def committed(self, source: Any, shape: Shape) -> list[list[int]]:
-        """For each reducer and mapper the last committed shuffle index, as ``source`` (a client, a transaction)
-        sees it."""
+        """The last committed shuffle index for each reducer and mapper, read from ``source``, a client or a
+        transaction."""
         return [list(map(int, state.committed_row_indices)) for state in self.states(source, shape)]
 
     def states(self, source: Any, shape: Shape) -> list[ReducerState]:
-        """The rows of all reducers."""
+        """The states of all reducers, read from ``source``, a client or a transaction."""
         keys = pa.table({"reducer_index": pa.array(range(shape.reducer_count), pa.int32())})
         rows = source.lookup(reducers_table(self.name), keys)
-        found = {row["reducer_index"]: ReducerState.from_row(row, shape.mapper_count) for row in rows.to_pylist()}
-        others = {state.generation for state in found.values()} - {GENERATION}
+        stored = {row["reducer_index"]: ReducerState.from_row(row, shape.mapper_count) for row in rows.to_pylist()}
+        others = {state.generation for state in stored.values()} - {GENERATION}
         if others:
             raise StaleGeneration(
                 f"processor {self.name} is of generation {max(others)}, and Spark reads generation {GENERATION} only: "
@@ -117,28 +120,28 @@ class Processor:
                 processor=self.name,
             )
         nothing = ReducerState.initial(shape.mapper_count)
-        return [found.get(index, nothing) for index in range(shape.reducer_count)]
+        return [stored.get(index, nothing) for index in range(shape.reducer_count)]
 
     def mappers(self) -> dict[MapperIndex, list[MapperAddress]]:
-        return self.store.patiently(lambda client: arrange_mappers(client.leases.members(mappers_group(self.name))))
+        return self.store.with_retries(lambda client: arrange_mappers(client.leases.members(mappers_group(self.name))))
 
     # --- the mappers' side ---
 
-    def produced(self) -> dict[int, Produced]:
-        """What the mappers say that answer; of two instances of one, the first that does."""
-        found = {}
+    def produced(self) -> dict[int, MapperProgress]:
+        """The progress of every mapper that responds; if a mapper has two instances, of the first that responds."""
+        produced = {}
         for index, instances in self.mappers().items():
             for mapper in instances:
-                answer = _status(mapper)
-                if answer is not None:
-                    found[int(index)] = answer
+                progress = _status(mapper)
+                if progress is not None:
+                    produced[int(index)] = progress
                     break
-        return found
+        return produced
 
-    def tell_committed(self, committed: Mapping[int, Mapping[int, int]]) -> None:
-        """Tell mappers what reducers have committed (by mapper, by reducer), so that they can forget it.
+    def notify_committed(self, committed: Mapping[int, Mapping[int, int]]) -> None:
+        """Notify mappers of what reducers have committed (by mapper, by reducer), so that they can drop it.
 
-        Best effort: mappers hear it again with the next request for rows.
+        Best effort: the next request for rows says it again.
         """
         for index, instances in self.mappers().items():
             for mapper in instances:
@@ -157,17 +160,17 @@ class Processor:
         begin: int,
         end: int,
         committed: Callable[[], int],
-        hint: Produced | None = None,
+        hint: MapperProgress | None = None,
         with_metadata: bool = False,
     ) -> Iterator[tuple[pa.RecordBatch, int]]:
         """The reducer's rows with shuffle indexes after ``begin`` up to ``end``, in order, each batch with its last
-        index. The same every time, until they are committed; a mapper that is away, or that has to map them again, is
-        waited for. ``committed`` is asked for what may be told to the mapper as committed.
+        index. They are the same rows every time, until they are committed. A mapper that is away, or that has to map
+        them again, is waited for. ``committed`` returns the index that the mapper may take as committed.
 
-        1. Ask an instance for rows after the cursor.
-        2. No rows is the end only if that instance had produced all of the range before it was asked: shuffle indexes
-           of one reducer have gaps, and a restarted mapper begins further back.
-        3. After a failure ask discovery again.
+        1. Request rows after the cursor from an instance.
+        2. A response without rows is the end only if that instance had produced all of the range before the request:
+           shuffle indexes of one reducer have gaps, and a restarted mapper begins further back.
+        3. After a failure look up the instances in discovery again.
         """
         cursor = begin
         known = hint if hint is not None and hint.last_row_index >= end else None
@@ -179,7 +182,7 @@ class Processor:
                 complete = known.last_row_index >= end
                 wait_ms = 0 if complete else FETCH_WAIT_MS
                 request = self._request(known.mapper, reducer, committed(), cursor, end, wait_ms, with_metadata)
-                answer = _get_rows(known.mapper, mapper_index, request)  # 1
+                response = _get_rows(known.mapper, mapper_index, request)  # 1
             except RowsGone as error:
                 raise RowsGone(
                     f"processor {self.name}: the rows after {begin} up to {end} of mapper {mapper_index} for reducer "
@@ -188,13 +191,13 @@ class Processor:
                 ) from error
             except (StaleMapper, NotServed, StoreUnavailable) as error:  # 3
                 known = None
-                waiting.tell(f"processor {self.name}: mapper {mapper_index} is away ({error.message})")
+                waiting.report(f"processor {self.name}: mapper {mapper_index} is away ({error.message})")
                 if waiting.is_over:
-                    raise self._gone(mapper_index, error) from error
+                    raise self._timed_out(mapper_index, error) from error
                 time.sleep(backoff.next_s())
                 continue
-            if answer.batches:
-                for batch, last in answer.batches:
+            if response.batches:
+                for batch, last in response.batches:
                     yield batch, int(last)
                     cursor = int(last)
                 waiting.restart()
@@ -203,11 +206,11 @@ class Processor:
                 return
             else:
                 known = None
-                waiting.tell(
+                waiting.report(
                     f"processor {self.name}: mapper {mapper_index} has not mapped the rows up to {end} again yet"
                 )
                 if waiting.is_over:
-                    raise self._gone(mapper_index, StoreUnavailable("it does not get on"))
+                    raise self._timed_out(mapper_index, StoreUnavailable("it does not get on"))
 
     def _request(
         self,
@@ -233,14 +236,14 @@ class Processor:
             generation=GENERATION,
         )
 
-    def _instance(self, mapper_index: int) -> Produced:
+    def _instance(self, mapper_index: int) -> MapperProgress:
         for mapper in self.mappers().get(MapperIndex(mapper_index), []):
-            answer = _status(mapper)
-            if answer is not None:
-                return answer
+            progress = _status(mapper)
+            if progress is not None:
+                return progress
         raise StoreUnavailable("no instance of it answers")
 
-    def _gone(self, mapper_index: int, error: ShuffleError) -> StoreUnavailable:
+    def _timed_out(self, mapper_index: int, error: ShuffleError) -> StoreUnavailable:
         return StoreUnavailable(
             f"processor {self.name}: mapper {mapper_index} has been away for {self.store.timeout_s:g} s "
             f"({error.message}): start it again, or raise the option 'timeout'",
@@ -249,17 +252,17 @@ class Processor:
         )
 
     def row_schema(self, shape: Shape) -> pa.Schema:
-        """Of the rows that the mappers produce; known once one of them has mapped its first batch."""
+        """The schema of the rows that the mappers produce. Waits until one of them has mapped its first batch."""
         waiting = Waiting(self.store.timeout_s)
         while True:
-            committed = self.store.patiently(lambda client: self.committed(client, shape))
+            committed = self.store.with_retries(lambda client: self.committed(client, shape))
             for index, instances in self.mappers().items():
                 for mapper in instances:
                     last = committed[0][index]
-                    found = _schema(mapper, self._request(mapper, 0, last, last, last, wait_ms=0))
-                    if found is not None:
-                        return found
-            waiting.tell(
+                    schema = _schema(mapper, self._request(mapper, 0, last, last, last, wait_ms=0))
+                    if schema is not None:
+                        return schema
+            waiting.report(
                 f"processor {self.name}: no mapper has mapped a row yet, so the schema is not known. Start the "
                 "mappers, give them input, or give the schema with .schema(…)"
             )
@@ -279,18 +282,18 @@ def _flight(address: str) -> Any:
         return _flights[key]
 
 
-def _status(mapper: MapperAddress) -> Produced | None:
+def _status(mapper: MapperAddress) -> MapperProgress | None:
     try:
         connection, guid = _flight(mapper.address), mapper.guid.encode()
-        body = flight.do_action(connection, "status", guid, who=mapper.address, timeout_s=ASK_TIMEOUT_S)
-        answer = json.loads(body)
-        if answer["guid"] != mapper.guid:
+        body = flight.do_action(connection, "status", guid, who=mapper.address, timeout_s=CALL_TIMEOUT_S)
+        status = json.loads(body)
+        if status["guid"] != mapper.guid:
             return None
-        return Produced(
+        return MapperProgress(
             mapper,
-            int(answer["next_shuffle_index"]) - 1,
-            Token(bytes.fromhex(answer["token"])),
-            int(answer["window_bytes"]) / max(1, int(answer["window_rows"])),
+            int(status["next_shuffle_index"]) - 1,
+            Token(bytes.fromhex(status["token"])),
+            int(status["window_bytes"]) / max(1, int(status["window_rows"])),
         )
     except (ShuffleError, ValueError, KeyError):
         return None
@@ -298,14 +301,14 @@ def _status(mapper: MapperAddress) -> Produced | None:
 
 def _get_rows(mapper: MapperAddress, index: int, request: GetRows) -> RowsResponse:
     who = f"mapper {index} at {mapper.address}"
-    return get_rows(_flight(mapper.address), request, who=who, timeout_s=request.wait_ms / 1000 + 2 * ASK_TIMEOUT_S)
+    return get_rows(_flight(mapper.address), request, who=who, timeout_s=request.wait_ms / 1000 + 2 * CALL_TIMEOUT_S)
 
 
 def _schema(mapper: MapperAddress, request: GetRows) -> pa.Schema | None:
     try:
         with flight.typed_errors(mapper.address):
             ticket = flight.Ticket(request.encode())
-            reader = _flight(mapper.address).do_get(ticket, flight.call_options(ASK_TIMEOUT_S))
+            reader = _flight(mapper.address).do_get(ticket, flight.call_options(CALL_TIMEOUT_S))
             schema = reader.schema
             reader.cancel()
         return schema if len(schema) else None

@@ -1,15 +1,15 @@
 """One query at a time: the lease that a streaming query holds on the processor it reads.
 
-A query commits in the reducers' place: of two queries on one processor each would get some of the rows, and some rows
-would go to both. The first one writes itself down in ``<processor>/meta`` and keeps a lease; the second one finds both
-and is refused, with the name of the first. A query whose driver has died is replaced:
+A query commits instead of the reducers: of two queries on one processor each would get some of the rows, and some rows
+would go to both. The first one writes a row into ``<processor>/meta`` and keeps a lease; the second one finds both and
+is refused with an error that names the first. A query whose driver has died is replaced:
 
-- on the same machine at once, since the process that held the lease is seen to be gone;
-- else when its lease has ended.
+- on the same machine at once, since it can be seen that the process which held the lease is gone;
+- on another machine when its lease has ended.
 
-The lease says when one may be replaced; it protects nobody from a driver that was only paused and comes back. The row
-does: every commit of positions reads it in its own transaction, and it is looked at before rows are handed out and
-when a task begins.
+The lease only says when a query may be replaced; it does not protect against a driver that was paused and comes back.
+The row does: every commit of positions reads it in its own transaction, and it is checked before rows are handed out
+and when a task begins.
 """
 
 from __future__ import annotations
@@ -42,23 +42,27 @@ from shuffle.spark_connector.waiting import say
 from shuffle.statestore import Lease, StateClient
 
 LEASE_TTL_MS = 10_000
-"""How long a driver on another machine must have been silent before its query may be replaced."""
+"""The time in milliseconds without a renewal after which a query whose driver is on another machine may be replaced."""
 
 RENEW_S = 1.0
+"""The time in seconds between two renewals of the lease."""
+
 ABSENT_S = 3 * RENEW_S
-"""A holder without a lease may be alive if the store was restarted; then it has registered again by now."""
+"""The time in seconds after which a holder without a lease counts as dead. If only the store was restarted, the holder
+has registered again by then."""
 
 ENDING_S = 3.0
-"""A query that was stopped a moment ago on this machine may need so long to end."""
+"""The time in seconds that a query on this machine which was just stopped may need to end."""
 
 LOOK_S = 0.1
+"""The time in seconds between two looks at the holder while this query waits for the processor."""
 
 QUERY_ID = "sql.streaming.queryId"
 """The property of a task that says which query it belongs to."""
 
 
 class QueryLease:
-    """Held by the process that Spark keeps for the query in its driver."""
+    """The lease of one query, held by the Python process that Spark keeps for it beside its driver."""
 
     def __init__(self, processor: Processor, ttl_ms: int = LEASE_TTL_MS) -> None:
         self._processor = processor
@@ -77,14 +81,15 @@ class QueryLease:
         self._thread = threading.Thread(target=self._keep, name="query-lease", daemon=True)
 
     def take(self) -> None:
-        """Returns when the processor is this query's; raises ``BadInput`` when it is another's that lives.
+        """Return when this query holds the processor; raise ``BadInput`` when another query that is alive holds it.
 
-        1. Nobody has it, or one that has certainly ended: take it.
-        2. The lease of the one that has it is gone, and stays away: take it.
-        3. Its lease does not end in the time that a dead one's would: it lives, and this query is refused.
+        1. If there is no holder, or the holder has certainly ended: take the processor.
+        2. If the holder has had no lease for ``ABSENT_S``: take the processor.
+        3. If the holder's lease does not end in the time in which that of a dead one would: the holder is alive, and
+           this query is refused.
         """
         began_s = absent_s = time.monotonic()
-        told = False
+        reported = False
         while True:
             now_s = time.monotonic()
             other, alive = self._look(take_absent=now_s - absent_s > ABSENT_S)
@@ -95,34 +100,34 @@ class QueryLease:
                 patience_s = ENDING_S if other.is_here else self._ttl_ms / 1000 + RENEW_S
                 if now_s - began_s > patience_s:
                     raise self._refused(other)
-            if not told:
-                told = True
+            if not reported:
+                reported = True
                 say(f"processor {self._processor.name}: waiting to see whether {other.described()} has ended")
             time.sleep(LOOK_S)
         self._renew()
         self._thread.start()
 
     def check(self) -> None:
-        """Raises ``SplitBrain`` when another query has taken the place of this one."""
+        """Raise ``SplitBrain`` if another query has replaced this one."""
         self.check_in(None)
 
     def check_in(self, tx: Any) -> None:
-        """The same as a part of ``tx``, which is not committed if the place is taken meanwhile."""
+        """The same as a read of ``tx``, which then conflicts if this query is replaced before it commits."""
         name = self._processor.name
-        found = stored_holder(tx, name) if tx is not None else stored_now(self._processor)
-        if found is None or found.guid != self.holder.guid:
-            raise replaced(name, found)
+        holder = stored_holder(tx, name) if tx is not None else stored_now(self._processor)
+        if holder is None or holder.guid != self.holder.guid:
+            raise replaced(name, holder)
 
     def release(self) -> None:
-        """At the end of the query; if the store cannot be told, the lease ends by itself."""
+        """Release the processor at the end of the query. If the store cannot be reached, the lease ends by itself."""
         self._stopping.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(RENEW_S)
         with suppress(ShuffleError):
             client = self._processor.store.client()
             with client.transaction() as tx:
-                found = stored_holder(tx, self._processor.name)
-                if found is not None and found.guid == self.holder.guid:
+                holder = stored_holder(tx, self._processor.name)
+                if holder is not None and holder.guid == self.holder.guid:
                     tx.delete(meta_table(self._processor.name), holder_key())
                     tx.commit()
         lease, self._lease = self._lease, None
@@ -131,18 +136,18 @@ class QueryLease:
                 lease.leave()
 
     def _look(self, take_absent: bool) -> tuple[QueryHolder | None, bool]:
-        """Who else has the processor, and whether they have a lease; nobody, if it is this query's now."""
+        """The other query that holds the processor, and whether it has a lease; None if this query holds it now."""
         name = self._processor.name
 
         def attempt(client: StateClient) -> tuple[QueryHolder | None, bool]:
             with client.transaction() as tx:
-                found = stored_holder(tx, name)
-                if found is not None and found.guid == self.holder.guid:
-                    return None, False  # An answer was lost: it is ours.
-                if found is not None and not found.is_dead:
-                    alive = has_lease(client, name, found)
+                holder = stored_holder(tx, name)
+                if holder is not None and holder.guid == self.holder.guid:
+                    return None, False  # An earlier attempt was committed, and its response was lost.
+                if holder is not None and not holder.is_dead:
+                    alive = has_lease(client, name, holder)
                     if alive or not take_absent:
-                        return found, alive
+                        return holder, alive
                 tx.write(meta_table(name), holder_row(self.holder))
                 tx.commit()
                 return None, False
@@ -152,7 +157,7 @@ class QueryLease:
     def _keep(self) -> None:
         while not self._stopping.wait(RENEW_S):
             if os.getppid() != self.holder.driver_pid:
-                # The driver is dead. This process may be in the middle of a long wait, for nobody.
+                # The driver is dead. The main thread of this process may be in a long wait, and would not notice.
                 self.release()
                 return
             self._renew()
@@ -164,15 +169,15 @@ class QueryLease:
                     self._lease.renew()
                     return
             except Expired:
-                # Paused for too long. What matters is the row: see ``check``.
+                # This process was paused for too long. Whether it was replaced is decided by the row: see ``check``.
                 self._lease = None
             except ShuffleError:
-                # The store may be another process by now, at another address.
+                # The store may have been restarted at another address.
                 self._lease = None
                 raise
             client = self._processor.store.client()
-            found = stored_holder(client, self._processor.name)
-            if found is not None and found.guid == self.holder.guid:
+            holder = stored_holder(client, self._processor.name)
+            if holder is not None and holder.guid == self.holder.guid:
                 attributes = {"pid": str(self.holder.driver_pid), "host": self.holder.host}
                 group = query_group(self._processor.name)
                 self._lease = client.leases.register(group, self.holder.guid, attributes, self._ttl_ms)
@@ -189,34 +194,36 @@ class QueryLease:
 
 
 def stored_now(processor: Processor) -> QueryHolder | None:
-    return processor.store.patiently(lambda client: stored_holder(client, processor.name))
+    """The query that holds the processor now, from the store; None if none does."""
+    return processor.store.with_retries(lambda client: stored_holder(client, processor.name))
 
 
 def replaced(processor: str, by: QueryHolder | None) -> SplitBrain:
-    whom = f"{by.described()} has taken its place" if by is not None else "it has given the processor back"
+    now = f"{by.described()} has taken its place" if by is not None else "it has given the processor back"
     return SplitBrain(
-        f"processor {processor}: this query was away for longer than its lease, and {whom}. It hands out no more rows. "
+        f"processor {processor}: this query was away for longer than its lease, and {now}. It hands out no more rows. "
         "If this is the one that is to run, stop the other and start it again from its checkpoint",
         processor=processor,
     )
 
 
 def begin_task(processor: Processor, guid: str, reducer: int) -> None:
-    """In a task: the query that has planned it must still have the processor. The first task says what it is called.
+    """Check in a task that the query which has planned it still holds the processor. The first task of a query also
+    writes the query's name and id into the holder's row.
 
-    Only tasks know that: Spark does not tell the process of a source which query it is for.
+    Only tasks know these: Spark does not pass them to the Python process of a source.
     """
-    found = stored_now(processor)
-    if found is None or found.guid != guid:
-        raise replaced(processor.name, found)
+    holder = stored_now(processor)
+    if holder is None or holder.guid != guid:
+        raise replaced(processor.name, holder)
     context: Any = TaskContext.get()
-    if found.query_id or reducer or context is None:
+    if holder.query_id or reducer or context is None:
         return
     # The description is written for Spark's own pages: the name, then the ids, one on each line.
     name, ids, _ = (context.getLocalProperty("spark.job.description") or "").partition("\nid = ")
     query_id = context.getLocalProperty(QUERY_ID) or ""
-    named = replace(found, query_id=query_id, query_name=name.strip() if ids else "")
-    # Only for those who read it. Another attempt of the task may have been faster.
+    named = replace(holder, query_id=query_id, query_name=name.strip() if ids else "")
+    # The name is only for error messages, so a failed commit is ignored: another attempt may have written it.
     with suppress(CommitConflict, CommitUnknown), processor.store.client().transaction() as tx:
         again = stored_holder(tx, processor.name)
         if again is not None and again.guid == guid:

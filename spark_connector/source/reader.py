@@ -1,12 +1,12 @@
 """The streaming source: a processor's shuffled rows, as its reducers would get them.
 
-One Spark partition for each reducer. An offset says how far, for each mapper; a batch is the rows between two offsets,
-and it can be read any number of times until it is committed: mappers keep rows until then, and map them again when
-they were restarted.
+There is one Spark partition for each reducer. An offset is a shuffle index for each mapper. A micro-batch is the rows
+between two offsets, and it can be read any number of times until it is committed: mappers keep rows until then, and map
+them again when they were restarted.
 
-Spark tells a source that a batch is done only when the next one has been planned. A mapper whose window is full of that
-very batch can read no further, and there would never be a next one. So the source goes by another sign: when Spark asks
-what comes after an offset, then everything before it is in its own commit log.
+Spark calls a source's ``commit`` for a micro-batch only when the next one has been planned. A mapper whose window is
+full of that micro-batch can read no further, and there would never be a next one. So the source commits earlier: when
+Spark calls ``latestOffset`` with an offset to start at, everything before that offset is in Spark's own commit log.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from pyspark.sql.types import StructType
 from shuffle.errors import BadInput, StoreUnavailable
 from shuffle.messages import METADATA_FIELDS
 from shuffle.spark_connector.options import TIMEOUT_S_DEFAULT, Options, state_of
-from shuffle.spark_connector.schemas import arrow_schema, as_schema, check_wanted, spark_schema
+from shuffle.spark_connector.schemas import arrow_schema, as_schema, check_requested_schema, spark_schema
 from shuffle.spark_connector.source.mapper_watch import POLL_S, Goal, MapperWatch
 from shuffle.spark_connector.source.offsets import Indexes, admit, from_offset, rows_between, to_offset
-from shuffle.spark_connector.source.positions import Baseline, Positions
-from shuffle.spark_connector.source.processor import Processor, Produced
+from shuffle.spark_connector.source.positions import Baseline, QueryPositions
+from shuffle.spark_connector.source.processor import MapperProgress, Processor
 from shuffle.spark_connector.source.query_lease import QueryLease, begin_task
 from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.spark_connector.waiting import Waiting
@@ -50,13 +50,14 @@ METADATA_COLUMNS = {
     field.name.removeprefix("_"): field
     for field in (pa.field("_mapper", pa.int32(), False), pa.field("_reducer", pa.int32(), False), *METADATA_FIELDS)
 }
-"""What the option ``metadataColumns`` can add: where a row came from, its shuffle index, and when it was read."""
+"""The columns that the option ``metadataColumns`` can add: where a row came from, its shuffle index, and when it was
+read."""
 
 IDLE_S = 0.5
-"""How long the question for the latest offset may wait for news: Spark asks again at once."""
+"""The time in seconds that a call of ``latestOffset`` may wait for new rows: Spark calls again at once."""
 
 AHEAD_MAX = 3
-"""Answers of mappers that are fetched while Spark takes in the one before."""
+"""The number of mappers' responses that are fetched in advance while Spark takes in an earlier one."""
 
 
 def source_processor(options: Options) -> tuple[Processor, ProcessorSpec | None]:
@@ -98,26 +99,26 @@ def metadata_columns(options: Options) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How much one batch may hold."""
+class BatchLimits:
+    """The bounds of one micro-batch."""
 
     rows_max: int | None
     bytes_max: int | None
     rows_min: int | None
 
     @staticmethod
-    def of(options: Options) -> Limits:
-        found = Limits(
+    def of(options: Options) -> BatchLimits:
+        limits = BatchLimits(
             options.number("maxRowsPerTrigger"),
             options.size_bytes("maxBytesPerTrigger"),
             options.number("minRowsPerTrigger"),
         )
-        if found.rows_min is not None and found.rows_max is not None and found.rows_min > found.rows_max:
+        if limits.rows_min is not None and limits.rows_max is not None and limits.rows_min > limits.rows_max:
             raise BadInput(
-                f"the options minRowsPerTrigger={found.rows_min} and maxRowsPerTrigger={found.rows_max} contradict "
+                f"the options minRowsPerTrigger={limits.rows_min} and maxRowsPerTrigger={limits.rows_max} contradict "
                 "each other: no batch could ever be large enough. Lower the first, or raise the second"
             )
-        return found
+        return limits
 
     def default(self) -> ReadLimit:
         if self.rows_max is not None:
@@ -130,8 +131,8 @@ class Limits:
     def given(self) -> bool:
         return (self.rows_max, self.bytes_max, self.rows_min) != (None, None, None)
 
-    def rows_of(self, produced: dict[int, Produced]) -> int | None:
-        """The most rows that keep both bounds, by the size of the rows in the windows; at least one."""
+    def rows_of(self, produced: dict[int, MapperProgress]) -> int | None:
+        """The most rows within both bounds, by the average size of the rows in the windows; at least one row."""
         bounds = [] if self.rows_max is None else [self.rows_max]
         row_bytes = max((mapper.row_bytes for mapper in produced.values()), default=0.0)
         if self.bytes_max is not None and row_bytes:
@@ -140,13 +141,13 @@ class Limits:
 
 
 class DriverSide:
-    """Offsets and commits; lives in the one Python process that Spark keeps for the query in the driver."""
+    """Computes offsets and commits them. It lives in the one Python process that Spark keeps for a query's driver."""
 
     def __init__(
         self,
         processor: Processor,
         starting: str,
-        limits: Limits,
+        limits: BatchLimits,
         commits: bool,
         spec: ProcessorSpec | None = None,
     ) -> None:
@@ -154,7 +155,7 @@ class DriverSide:
         self.processor = processor
         self.shape = processor.shape()
         self.lease = QueryLease(processor)
-        self.positions = Positions(processor, self.shape, self.lease)
+        self.positions = QueryPositions(processor, self.shape, self.lease)
         self._starting = starting
         self._limits = limits
         self._commits = commits
@@ -170,13 +171,16 @@ class DriverSide:
             raise
 
     def close(self) -> None:
-        """The query has ended: another one may read the processor."""
+        """Release the processor at the end of the query, so that another one may read it."""
         if self._goal is not None:
             self._goal.close()
         self.lease.release()
 
     def refuse_others(self) -> None:
-        """Before rows are handed out: they are this query's, and no reducer has been started since it began."""
+        """Raise if another query holds the processor, or if reducers have been started since this query began.
+
+        Called before rows are handed out.
+        """
         self.lease.check()
         self.positions.refuse_reducers()
 
@@ -201,7 +205,7 @@ class DriverSide:
         self._goal = Goal(self.processor, self.shape, self._spec)
 
     def latest(self, start: Indexes, limit: ReadLimit) -> Indexes:
-        """The end of the next batch; ``start`` if there is none yet. Waits a little for news."""
+        """The end of the next micro-batch; ``start`` if there are no rows yet. Waits up to ``IDLE_S`` for rows."""
         self.refuse_others()
         self.commit(start)
         begin_s = time.monotonic()
@@ -230,7 +234,7 @@ class DriverSide:
                     "stops them, or raise the option 'timeout'"
                 )
             else:
-                standstill.tell(f"processor {self.processor.name}: its mappers are not at the end of the input yet")
+                standstill.report(f"processor {self.processor.name}: its mappers are not at the end of the input yet")
             time.sleep(POLL_S)
 
     def _admitted(self, start: Indexes, latest: Indexes, limit: ReadLimit) -> Indexes:
@@ -246,38 +250,38 @@ class DriverSide:
         return list(self._watch.latest) if self._watch.produced else None
 
     def commit(self, end: Indexes) -> None:
-        """Everything up to ``end`` is in Spark's commit log: commit it here too, and tell the mappers."""
+        """Commit everything up to ``end``, which is in Spark's commit log, in the store, and notify the mappers."""
         if not self._commits or self._committed == end:
             return
         committed = self.positions.commit(end, self.baseline)
         self._committed = end
-        self.processor.tell_committed(
+        self.processor.notify_committed(
             {m: {r: row[m] for r, row in enumerate(committed)} for m in range(self.shape.mapper_count)}
         )
 
-    def hint(self, mapper: int) -> Produced | None:
+    def hint(self, mapper: int) -> MapperProgress | None:
         return self._watch.produced.get(mapper)
 
 
 class StreamReaderBase(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """What reading and reducing have in common: the offsets."""
+    """The offsets, which are the same for reading rows and for running reducers."""
 
     commits = True
 
     def __init__(self, options: Options) -> None:
         self.processor, self.spec = source_processor(options)
         self._starting = options.choice("startingOffsets", ["earliest", "latest", "committed"], "committed")
-        self._limits = Limits.of(options)
+        self._limits = BatchLimits.of(options)
         self._driver: DriverSide | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # What goes to the tasks must not hold connections.
+        # The reader is pickled for the tasks, and connections cannot be.
         return {**self.__dict__, "_driver": None}
 
     @property
     def driver(self) -> DriverSide:
         if self._driver is None:
-            end_when_asked()
+            exit_on_sigterm()
             self._driver = DriverSide(self.processor, self._starting, self._limits, self.commits, self.spec)
         return self._driver
 
@@ -308,8 +312,11 @@ class StreamReaderBase(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return from_offset(offset, self.driver.shape.mapper_count)
 
 
-def end_when_asked() -> None:
-    """Spark ends the process of a source with SIGTERM, twice in a row. Now ``stop`` is called then."""
+def exit_on_sigterm() -> None:
+    """Let SIGTERM raise ``SystemExit``, so that ``stop`` is called.
+
+    Spark ends the process of a source with SIGTERM, twice in a row, so the second one is ignored.
+    """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return
 
@@ -322,20 +329,24 @@ def end_when_asked() -> None:
 
 @dataclass
 class ReducerPart(InputPartition):
-    """One reducer's rows of one batch: for each mapper (index, after, up to), and what is known of the mapper."""
+    """One reducer's rows of one micro-batch."""
 
     reducer: int
-    ranges: list[tuple[int, int, int, Produced | None]]
+    ranges: list[tuple[int, int, int, MapperProgress | None]]
+    """For each mapper: its index, the shuffle index after which the rows begin, the last shuffle index, and its
+    progress when the micro-batch was planned, if it is known."""
     holder: str
-    """The run of the query that has planned it."""
+    """The guid of the run of the query that has planned it."""
 
-    def __init__(self, reducer: int, ranges: list[tuple[int, int, int, Produced | None]], holder: str = "") -> None:
+    def __init__(
+        self, reducer: int, ranges: list[tuple[int, int, int, MapperProgress | None]], holder: str = ""
+    ) -> None:
         super().__init__(None)
         self.reducer, self.ranges, self.holder = reducer, ranges, holder
 
 
 class ShuffleStreamReader(StreamReaderBase):
-    """Hands the rows themselves to Spark."""
+    """The streaming source: gives the shuffled rows to Spark."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         super().__init__(options)
@@ -349,7 +360,7 @@ class ShuffleStreamReader(StreamReaderBase):
         begin, last = self._indexes(start), self._indexes(end)
         driver.refuse_others()
         self._check_schema(driver)
-        # What a batch starts after is done with; this also finds out whether its rows can still be there.
+        # Rows before the batch are in Spark's commit log. This also raises if the rows of the batch are gone.
         driver.commit(begin)
         parts: list[InputPartition] = []
         for reducer in range(driver.shape.reducer_count):
@@ -362,11 +373,11 @@ class ShuffleStreamReader(StreamReaderBase):
         return parts
 
     def _check_schema(self, driver: DriverSide) -> None:
-        """Before the first batch is read: a schema that the user has given may not be that of the rows."""
+        """Check a schema that the user has given against the rows, once, before the first micro-batch is read."""
         if not self._checked:
             rows = self.processor.row_schema(driver.shape)
-            found = pa.schema([*rows, *(METADATA_COLUMNS[name] for name in self._metadata)])
-            check_wanted(self._schema, found, f"the stream of processor {self.processor.name!r}")
+            produced = pa.schema([*rows, *(METADATA_COLUMNS[name] for name in self._metadata)])
+            check_requested_schema(self._schema, produced, f"the stream of processor {self.processor.name!r}")
             self._checked = True
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -390,7 +401,8 @@ class ShuffleStreamReader(StreamReaderBase):
 
 
 def ahead(items: Iterator[Any]) -> Iterator[Any]:
-    """``items``, computed in a thread of its own, a few in advance: fetching overlaps with Spark taking the rows in."""
+    """``items``, computed in a thread of their own, up to ``AHEAD_MAX`` in advance: fetching overlaps with Spark's
+    reading of the rows."""
     done = object()
     ready: queue.Queue[Any] = queue.Queue(AHEAD_MAX)
     stopping = threading.Event()

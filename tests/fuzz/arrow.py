@@ -1,4 +1,4 @@
-"""Arrow messages that lie: about lengths, null counts, where their buffers are, offsets inside them, and their type.
+"""False Arrow messages: wrong lengths, null counts, positions of buffers, offsets inside them, and types.
 
 The IPC format is read here byte by byte, and not by Arrow, because Arrow's own writer would not write what is needed,
 or would read the memory that the lie is about. Only the few numbers of a message that a lie can be about are found.

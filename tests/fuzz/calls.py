@@ -1,4 +1,4 @@
-"""Raw calls over gRPC, every byte of which is ours: what Flight's own client would never send."""
+"""Raw calls over gRPC, with full control over every byte: messages that Flight's own client would never send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A child process for inputs that need no daemon: reads numbers, answers each with what became of that input.
+"""A child process for inputs that need no daemon: reads the numbers of inputs, and responds with the outcome of each.
 
 ``python -m tests.fuzz.child TARGET SEED FOLDER``; started by ``children``.
 """

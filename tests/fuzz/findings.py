@@ -1,4 +1,4 @@
-"""What an input led to, what counts as a finding, and the tally of a run."""
+"""The outcome of an input, what counts as a finding, and the counts of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small real job on the attacked store: two mappers, two reducers, a producer; and what must come out of it."""
+"""A small real job on the attacked store: two mappers, two reducers, a producer; and its expected result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of every answer, and how much a process holds."""
+"""What must hold for every response, and the resources that a process uses."""
 
 from __future__ import annotations
 

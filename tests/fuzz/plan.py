@@ -1,4 +1,4 @@
-"""Which target an input belongs to, by its number alone: so that one input can be run again without the others."""
+"""The target of each input, by its number alone, so that one input can be run again without the others."""
 
 from __future__ import annotations
 

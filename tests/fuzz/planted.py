@@ -1,4 +1,4 @@
-"""A target with bugs of every sort planted in it: what finds nothing here would find nothing elsewhere."""
+"""A target with planted bugs of every type: a fuzzer that does not find these would not find real ones."""
 
 from __future__ import annotations
 

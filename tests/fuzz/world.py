@@ -1,7 +1,7 @@
 """What is attacked: a store as a process, a mapper with rows that nobody commits, and a job that runs meanwhile.
 
-``check`` asks every port with a client of its own and knows the answers. ``repair`` starts again what died, so that a
-run goes on after a finding.
+``check`` sends requests with known responses to every port, with a client of its own. ``repair`` starts dead processes
+again, so that a run goes on after a finding.
 """
 
 from __future__ import annotations

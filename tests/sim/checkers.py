@@ -1,7 +1,7 @@
-"""The invariants, checked from outside: by bytes on the disk and by messages seen, with nothing of the product's code.
+"""The invariants, checked from the bytes on the disk and the messages seen, without any code of the product.
 
 The numbers in the messages are those of the list of invariants in ``docs/reliability.md``. Formats are decoded here a
-second time, from their description: a codec that is wrong in both directions would be seen.
+second time, from their description: so a codec that is wrong in both directions is found.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A clock for the simulated mappers, so that answers and rows have fronts: it stands at ``at(index)`` at each row.
+"""A clock for the simulated mappers, so that responses and rows have fronts: at each row it shows ``at(index)``.
 
-It is a function of the shuffle numbering alone, and stands still for some rows, as a clock may.
+It is a function of the shuffle numbering alone, and shows the same time for some rows, as a clock may.
 """
 
 from __future__ import annotations

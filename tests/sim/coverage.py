@@ -1,9 +1,10 @@
-"""What must have happened at least once in a run of many seeds, or the run has proved less than it seems to."""
+"""The marks that a run of many seeds must reach: rare branches that must have run at least once, or the run has tested
+less than it seems to. ``probes`` sets most of them."""
 
 from __future__ import annotations
 
 SEEDS_MIN = 1_000
-"""With fewer seeds a mark may be missing by chance."""
+"""The number of seeds from which on all marks are required. With fewer seeds a mark may be missing by chance."""
 
 EXPECTED: tuple[str, ...] = (
     # the network

@@ -1,4 +1,4 @@
-"""What discovery says: the truth, or what a fault makes of it."""
+"""Faults of discovery: lists of workers that are empty, out of date, or wrong."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from tests.sim import kernel
 from tests.sim.kernel import World
 
 
-class Lies:
+class DiscoveryFaults:
     def __init__(self, world: World) -> None:
         self._world = world
         self.kind: str | None = None
-        """Of the fault that there is: empty, stale or lies. None is the truth."""
+        """The fault that is active: empty, stale or lies; None if there is none."""
         self._old_members: dict[str, tuple[int, list[Member]]] = {}
 
     def distort(self, group: str, found: tuple[int, list[Member]]) -> tuple[int, list[Member]]:
-        """Discovery as the faults have it. A lie is a wrong address or a guid that nobody has."""
+        """The members of a group after the active fault. A lie is a wrong address, or a guid that nobody has."""
         if self.kind is None:
             if found[1]:
                 self._old_members[group] = found

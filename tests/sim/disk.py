@@ -1,4 +1,4 @@
-"""A disk that forgets: what the engine needs of RocksDB and of segment files, with every liberty a crash may take.
+"""A simulated disk: what the engine needs of RocksDB and of segment files, with every loss that a crash may cause.
 
 ``Disk`` is the medium and outlives crashes. ``SimKeys`` and ``SimSegments`` are one process's open files on it. What
 was not synced is partly, wholly or not at all there after a crash:

@@ -1,7 +1,7 @@
-"""What goes wrong: a list of faults made from the seed, and how each is done to the world.
+"""The faults: a list made from the seed, and how each is applied to the simulated world.
 
-The list is data, so that a failing run can be repeated with parts of it left out. A fault that acts on messages has
-chance of its own, seeded by its number: leaving out another one does not change what this one does.
+The list is data, so that a failing run can be repeated with parts of it left out. A fault that acts on messages has a
+random stream of its own, seeded by its number: leaving out another one does not change what this one does.
 """
 
 from __future__ import annotations
@@ -220,11 +220,11 @@ def _one_way(simulation: Simulation, fault: Fault) -> End:
 
 def _discovery(kind: str) -> Callable[[Simulation, Fault], End]:
     def act(simulation: Simulation, fault: Fault) -> End:
-        simulation.lies.kind = kind
+        simulation.discovery_faults.kind = kind
 
         def end() -> None:
-            if simulation.lies.kind == kind:
-                simulation.lies.kind = None
+            if simulation.discovery_faults.kind == kind:
+                simulation.discovery_faults.kind = None
 
         return end
 

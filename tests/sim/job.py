@@ -1,4 +1,4 @@
-"""The job as the workers are told of it, and a store that is ready for it."""
+"""The spec of the simulated job, and the preparation of a store for it."""
 
 from __future__ import annotations
 

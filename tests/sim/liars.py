@@ -1,11 +1,11 @@
-"""Runs with liars: requests for rows, in the name of a reducer, that say what is not so.
+"""Runs with liars: processes that send false requests for rows in the name of a reducer.
 
-A share of all seeds has them. A liar knows more than anybody could: it looks up in a mapper's memory what to say. It
-calls rows committed that were served and are not committed, rows that were never served, and rows that do not exist; it
-has rows served to itself, the next ones or those far ahead; and it asks in the name of another processor,
-or of another generation.
+A share of all seeds has them. A liar knows more than any real client could: it reads in a mapper's memory what to
+claim. It claims as committed rows that were served and are not committed, rows that were never served, and rows that do
+not exist; it has rows served to itself, the next ones or those far ahead; and it sends requests in the name of another
+processor, or of another generation.
 
-Chance is of its own here, so that the other parts of a seed stay what they are.
+Liars have a random stream of their own, so that the other parts of a seed do not change.
 """
 
 from __future__ import annotations

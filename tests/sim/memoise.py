@@ -1,8 +1,8 @@
-"""Results of the product's pure functions, kept from one call to the next.
+"""Memoises pure functions of the product, to make the simulation faster.
 
 A mapper looks up the same row with the same key before every batch, and thousands of runs go through the same few
-states: what is encoded and decoded is mostly what was before. These functions depend on their arguments alone, and
-Arrow data does not change, so a result can be handed out twice. Nothing here can be seen from inside a run.
+states, so mostly the same values are encoded and decoded again. These functions depend on their arguments alone, and
+Arrow data is immutable, so a result can be returned twice. Nothing of this can be seen from inside a run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from shuffle.statestore.codec.sorted_table import Table
 from shuffle.statestore.engine.catalogue import QueueEntry, TableEntry
 
 ENTRIES_MAX = 20_000
-"""Then everything is forgotten but the tables themselves."""
+"""The number of entries after which the memo is emptied, except for ``_fixed``."""
 
 _fixed: dict[Any, Any] = {}
-"""Schemas, codecs and keys: few, and never forgotten, so that what they are known by stays theirs."""
+"""Schemas, codecs and keys: there are few, and they are kept for ever, so that their addresses stay theirs."""
 _kept: dict[Any, tuple[Any, Any]] = {}
-"""By function and arguments: the result, and the arguments that are known by their address, which keeps it theirs."""
+"""The results by function and arguments, each with the arguments that are identified by their address: keeping them
+alive keeps the address theirs."""
 _known: dict[int, Any] = {}
-"""Rows that were made or found here, by their address."""
+"""Rows that were returned from here, by their address."""
 
 
 def fixed(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -42,7 +43,7 @@ def fixed(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def fixed_rows(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The same for rows, which the functions below then know."""
+    """The same for functions that return rows, which are then registered for the functions below."""
     found = fixed(function, *arguments)
     _known[id(found)] = found
     return found

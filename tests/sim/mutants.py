@@ -1,4 +1,4 @@
-"""Planted bugs: each is a mistake somebody could make, put in from outside, and must be found within 1,000 seeds.
+"""Planted bugs (mutants): each is a mistake that somebody could make, patched in, and must be found within 1,000 seeds.
 
 The product has no switches for them. ``planted`` replaces attributes of its classes for the length of a run.
 """

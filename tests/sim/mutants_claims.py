@@ -1,4 +1,4 @@
-"""Planted bugs of believing: what a mapper takes for committed. Every function here is one; see ``mutants``."""
+"""Planted bugs of claims: what a mapper takes for committed. Every function here is one; see ``mutants``."""
 
 from __future__ import annotations
 

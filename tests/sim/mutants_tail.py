@@ -1,4 +1,4 @@
-"""Planted bugs of what is said behind answers. Every function here is one; see ``mutants``."""
+"""Planted bugs of the tails of responses. Every function here is one; see ``mutants``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Planted bugs that need a second instance at the right moment. Every function here is one; see ``mutants``.
 
-They are looked for with twins.
+They are searched for with the profile ``twins``, in which every seed has second instances.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Watching the product's rare branches, so that the marks can tell whether they ran. Nothing is changed by it."""
+"""Probes in the product's rare branches, which set the marks of ``coverage``. They do not change what the product
+does."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from shuffle.statestore.engine.leases import LeaseTable
 from tests.sim import kernel
 
 After = Callable[[Callable[[str], None], Any, tuple[Any, ...], Any, BaseException | None], None]
-"""(mark, self, arguments, result, error)."""
+"""A probe that is called after a method with (mark, self, arguments, result, error)."""
 
 
 def _watch(owner: type, name: str, after: After, before: Callable[..., Any] | None = None) -> None:
@@ -54,11 +55,11 @@ def _watch(owner: type, name: str, after: After, before: Callable[..., Any] | No
 
 
 observe_false_claim: Callable[[int, int, int], None] = lambda mapper, reducer, dropped: None  # noqa: E731
-"""The checkers' eye on rows that a mapper has dropped without their being committed."""
+"""The checkers' callback for rows that a mapper has dropped although they are not committed."""
 
 
 observe_tail: Callable[[str, Any, Any, Any], None] = lambda guid, window, request, tail: None  # noqa: E731
-"""The checkers' eye on what a mapper promises, at the moment when it does."""
+"""The checkers' callback for the tail of a mapper's response, at the moment when it is made."""
 
 
 def install() -> None:

@@ -1,4 +1,4 @@
-"""Watching the rare branches of spilling, for the marks of ``stragglers``."""
+"""Probes in the rare branches of spilling, which set the marks of ``stragglers``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The product, loaded a second time with the simulated world in place of threads, clocks, chance and Flight.
+"""The product, loaded a second time with the simulated world in place of threads, clocks, random numbers and Flight.
 
 First everything is imported as it is, so that the libraries it uses get the real modules. Then the product's own
 modules are dropped and imported again while the names they ask for lead to ``shims`` and to ``flight``. This is done

@@ -1,6 +1,6 @@
-"""Which kind of runs: ordinary ones, or every seed with much of one thing.
+"""The profiles of runs: ordinary ones, or every seed with much of one type of fault.
 
-A profile adds to what a seed has by chance of its own, so that ordinary runs stay what they are whatever is added here.
+A profile adds faults from a random stream of its own, so that ordinary runs do not change whatever is added here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The modules of the standard library that the product reaches the world with, over the simulated one.
 
-Only what the product uses is here; a use of anything else fails loudly. Nothing here decides anything by itself: time
-is the world's, chance is the world's stream ``chance``, threads are tasks.
+Only what the product uses is here; a use of anything else raises. Nothing here decides anything by itself: time is the
+world's, random numbers are those of the world's stream ``chance``, threads are tasks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""One seed: a world with a store, workers, a producer and a reader, faults for a while, then peace, then the end."""
+"""One seed: a world with a store, workers, a producer and a reader; faults for a while, then none, until all rows are
+committed and trimmed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from shuffle.mapper.readers.queue import QueueReader
 from shuffle.statestore.client.client import StateClient
 from tests.sim import checkers, faults, flight, kernel, probes, shims
 from tests.sim.clients import Producer, SnapshotReader
-from tests.sim.discovery_faults import Lies
+from tests.sim.discovery_faults import DiscoveryFaults
 from tests.sim.hosting import Hosting
 from tests.sim.job import batch_bytes_max, job_spec, prepared_disk
 from tests.sim.kernel import Process, World
@@ -71,7 +72,7 @@ class Simulation:
         self.sync_us_usual = self.sync_us_max = rng.choice([200, 3_000, 15_000])
         self.producer = Producer(self.world, self.workload, rng.choice([1, 4, 12]), rng.choice([0.02, 0.08, 0.2]))
         self.slow_reducers: dict[int, float] = {}
-        self.lies = Lies(self.world)
+        self.discovery_faults = DiscoveryFaults(self.world)
         self._ports = 1000
         self.batch_bytes_max = batch_bytes_max(self.workload)
         self.violation_texts: list[str] = []
@@ -219,7 +220,7 @@ class Simulation:
 
     def client(self, process: Process) -> StateClient:
         store = SimStore(self.host, process)
-        store.distort = self.lies.distort
+        store.distort = self.discovery_faults.distort
         return StateClient(store)
 
     def mapper_main(self, process: Process, hosted: Sequence[int]) -> None:

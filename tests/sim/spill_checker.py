@@ -1,4 +1,5 @@
-"""What is in the spill, read from the bytes on the disk, beside what must be there. Nothing of the product's code."""
+"""Compares the contents of the spill, read from the bytes on the disk, with what must be there. It uses no code of the
+product."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Runs with stragglers: a reducer that stays away or is slow for long, small windows, and mappers that spill.
 
 A share of all seeds has a little of it; with the profile ``stragglers`` (``--faults stragglers``) every seed has much.
-Chance is of its own here, so that the other parts of a seed stay what they are.
+They have a random stream of their own, so that the other parts of a seed do not change.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What mappers promise behind their answers, and what is durable of it, beside what is so (invariant 12).
+"""Compares what mappers promise in the tails of their responses, and what is durable of it, with the truth (invariant
+12).
 
-The tail of an answer is decoded here a second time, from its description in ``docs/protocol.md``.
+The tail of a response is decoded here a second time, from its description in ``docs/protocol.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Whether a commit was applied whose reads had changed, by requests and answers. Nothing of the product's code."""
+"""Checks from requests and responses that no commit was applied whose reads had changed. It uses no code of the
+product."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs with several instances of one worker: some fall behind, and mappers are restarted beside them.
+"""Runs with second instances of workers (twins): some fall behind, and mappers are restarted beside them.
 
 Only with the profile ``twins`` (``--faults twins``), and then in every seed.
 """

@@ -1,4 +1,4 @@
-"""Places for workers, in which a controller would keep them running."""
+"""Slots for workers: each keeps its worker process running, as a controller would."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Slot:
-    """A place for a process with one worker, or several: one such process at least, more while a fault has it so."""
+    """Keeps a process with one worker, or several, running: at least one instance of it, more during some faults."""
 
     def __init__(self, simulation: Simulation, role: str, hosted: Sequence[int]) -> None:
         self.simulation = simulation
@@ -24,7 +24,7 @@ class Slot:
         self._processes: list[Process] = []
         self.starts = 0
         self.away_until_us = 0
-        """Until then nothing that is started here lives."""
+        """The virtual time in microseconds until which no process of this slot is started."""
 
     def living(self) -> list[Process]:
         return [process for process in self._processes if process.alive]

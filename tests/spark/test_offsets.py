@@ -13,7 +13,7 @@ from shuffle.errors import BadInput, SchemaMismatch
 from shuffle.spark_connector.options import Options
 from shuffle.spark_connector.schemas import arrow_schema, check_fits, spark_schema
 from shuffle.spark_connector.source.offsets import admit, from_offset, rows_between, to_offset
-from shuffle.spark_connector.source.reader import Limits
+from shuffle.spark_connector.source.reader import BatchLimits
 
 
 def test_offset_has_the_mappers_in_the_order_of_their_numbers() -> None:
@@ -43,7 +43,7 @@ def test_batch_goes_as_far_as_it_may_and_no_mapper_goes_back(
 
 def test_options_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(BadInput, match="minRowsPerTrigger=10 and maxRowsPerTrigger=5 contradict"):
-        Limits.of(Options.check("read stream", {"minRowsPerTrigger": "10", "maxrowspertrigger": "5"}))
+        BatchLimits.of(Options.check("read stream", {"minRowsPerTrigger": "10", "maxrowspertrigger": "5"}))
     with pytest.raises(BadInput, match="'startingOffsets' is one of earliest, latest, committed, not 'lattest'; did"):
         Options.check("read stream", {"startingOffsets": "lattest"}).choice(
             "startingOffsets", ["earliest", "latest", "committed"], "committed"

@@ -23,19 +23,19 @@ from shuffle.examples.spark_pipeline import Mappers
 from shuffle.examples.workload import SCHEMA, Workload, difference, oracle
 from shuffle.jobs.aggregates import Aggregate
 from shuffle.spark_connector.options import Options
-from shuffle.spark_connector.reduce import Done, ReduceTask
+from shuffle.spark_connector.reduce import ReduceTask, TaskCounts
 from shuffle.spark_connector.schemas import spark_schema
 from shuffle.spark_connector.sink.staging import QueueTarget, StagedMessage, create_sinks_table, publish
 from shuffle.spark_connector.sink.writer import QueueStreamWriter, queue_target
 from shuffle.spark_connector.source.offsets import rows_between
 from shuffle.spark_connector.source.processor import Processor
-from shuffle.spark_connector.source.reader import DriverSide, Limits, ReducerPart
+from shuffle.spark_connector.source.reader import BatchLimits, DriverSide, ReducerPart
 from shuffle.spark_connector.store_handle import StoreHandle
 from shuffle.spec.config import load_spec
 from shuffle.statestore import StateClient, Transaction
 
 REDUCERS = 3
-ALL = Limits(None, None, None)
+ALL = BatchLimits(None, None, None)
 StartMappers = Callable[[dict[str, Any], int], Mappers]
 
 
@@ -170,7 +170,7 @@ def test_mapper_that_stays_away_is_waited_for_and_then_named(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shuffle.spark_connector.waiting.TELL_AFTER_S", 0.1)
+    monkeypatch.setattr("shuffle.spark_connector.waiting.REPORT_AFTER_S", 0.1)
     _, mappers, name = running
     impatient = Processor(StoreHandle(system.address, 0.5), name)
     mappers.close()
@@ -202,7 +202,7 @@ def test_reducer_run_by_two_tasks_at_once_counts_every_row_once(
     spec = replace(given, reducer=replace(given.reducer, class_name=name, batch_rows_max=500))
     ends = produced(processor, 10_000)
 
-    def run(reducer: int) -> Done:
+    def run(reducer: int) -> TaskCounts:
         part = ReducerPart(reducer, [(mapper, -1, end, None) for mapper, end in enumerate(ends)])
         return ReduceTask(spec, processor, part).run()
 
@@ -212,7 +212,7 @@ def test_reducer_run_by_two_tasks_at_once_counts_every_row_once(
     assert sum(one.commits for one in done) > REDUCERS
     rows = [Workload(with_user_share=1.0).rows(0, 5_000, partition) for partition in range(2)]
     assert str(difference(oracle(rows), state.scan("activity-twins").read_all())).startswith("exactly-once: OK")
-    assert run(0) == Done()
+    assert run(0) == TaskCounts()
 
 
 REFUSED_ROWS = 20

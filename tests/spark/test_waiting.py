@@ -18,9 +18,9 @@ from shuffle.spark_connector.store_handle import StoreHandle
 def test_folder_that_nobody_serves_is_told_of_at_once_and_is_the_cause_of_the_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shuffle.spark_connector.waiting.TELL_AFTER_S", 0.05)
+    monkeypatch.setattr("shuffle.spark_connector.waiting.REPORT_AFTER_S", 0.05)
     with pytest.raises(StoreUnavailable, match=r"It was waited for 0.5 s; start it again") as error:
-        StoreHandle(str(tmp_path), 0.5).patiently(lambda client: client.tables())
+        StoreHandle(str(tmp_path), 0.5).with_retries(lambda client: client.tables())
     cause = error.value.__cause__
     assert isinstance(cause, StoreUnavailable)
     assert (

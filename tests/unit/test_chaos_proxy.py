@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from perf.chaos import Tunnels
+from perf.chaos import ProxiedSockets
 from perf.parts.chaos_proxy import Proxy
 
 PIECE = b"0123456789" * 5_000
@@ -57,7 +57,7 @@ def echoed(connection: socket.socket, data: bytes) -> bytes:
 
 
 def test_bytes_pass_unchanged_and_also_while_they_are_delayed(proxy: Proxy, server: tuple[str, int]) -> None:
-    with Tunnels(proxy.url).create_connection(server, 10) as connection:
+    with ProxiedSockets(proxy.url).create_connection(server, 10) as connection:
         assert echoed(connection, PIECE) == PIECE
         assert proxy.delay(0.01, 60) == 1
         assert echoed(connection, PIECE) == PIECE
@@ -66,7 +66,7 @@ def test_bytes_pass_unchanged_and_also_while_they_are_delayed(proxy: Proxy, serv
 
 
 def test_cut_connection_ends_and_a_new_one_can_be_made(proxy: Proxy, server: tuple[str, int]) -> None:
-    tunnels = Tunnels(proxy.url)
+    tunnels = ProxiedSockets(proxy.url)
     with tunnels.create_connection(server, 10) as connection:
         assert echoed(connection, b"before") == b"before"
         assert proxy.cut(1.0) == 1
@@ -77,7 +77,7 @@ def test_cut_connection_ends_and_a_new_one_can_be_made(proxy: Proxy, server: tup
 
 
 def test_half_open_connection_is_silent_and_then_reset(proxy: Proxy, server: tuple[str, int]) -> None:
-    with Tunnels(proxy.url).create_connection(server, 10) as connection:
+    with ProxiedSockets(proxy.url).create_connection(server, 10) as connection:
         assert echoed(connection, b"before") == b"before"
         assert proxy.half_open(1.0, 0.2) == 1
         connection.sendall(b"lost")
@@ -90,4 +90,4 @@ def test_server_that_is_not_there_is_refused(proxy: Proxy) -> None:
         free.bind(("127.0.0.1", 0))
         nobody = free.getsockname()
     with pytest.raises(ConnectionRefusedError):
-        Tunnels(proxy.url).create_connection(nobody, 10)
+        ProxiedSockets(proxy.url).create_connection(nobody, 10)

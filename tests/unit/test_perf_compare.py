@@ -130,7 +130,7 @@ def test_picture_of_write_amplification_names_what_for(tmp_path: Path) -> None:
     series = {"kind": "write_amplification", "scenarios": {"no state": scenario}}
     (path,) = pictures.draw(series, tmp_path)
     assert "log 75%, log pages 25%" in path.read_text()
-    assert compare_pictures.draw_and_tell is pictures.draw_and_tell
+    assert compare_pictures.draw_and_report is pictures.draw_and_report
 
 
 ECHO = """
@@ -155,13 +155,13 @@ def test_peer_answers_goes_on_after_an_error_and_ends_with_its_input(tmp_path: P
     peer = started_peer(tmp_path, ECHO)
     try:
         with pytest.raises(PeerFailed, match="echo: ValueError: cannot do that"):
-            peer.ask(30, job="fail")
-        assert peer.ask(30, job="count") == {"done": "count"}
+            peer.call(30, job="fail")
+        assert peer.call(30, job="count") == {"done": "count"}
         assert "to the log" in peer.log_tail()
     finally:
         peer.close()
     with pytest.raises(PeerFailed, match="has ended"):
-        peer.ask(30, job="count")
+        peer.call(30, job="count")
 
 
 WITH_CHILD = """
@@ -185,9 +185,9 @@ def test_what_a_peer_has_started_stands_still_between_requests_and_ends_with_it(
     peer = started_peer(tmp_path, WITH_CHILD)
     try:
         for _ in range(2):
-            answer = peer.ask(30, job="look")
-            child = Path(f"/proc/{answer['pid']}")
-            assert not is_stopped(answer["stat"])
+            response = peer.call(30, job="look")
+            child = Path(f"/proc/{response['pid']}")
+            assert not is_stopped(response["stat"])
             wait_until(lambda child=child: is_stopped((child / "stat").read_text()))  # type: ignore[misc]
         if killed:
             os.kill(peer.pid, signal.SIGTERM)

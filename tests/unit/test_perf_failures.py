@@ -29,7 +29,7 @@ def test_oracle_of_paced_input_counts_every_append(tmp_path: Path) -> None:
     with StateClient.open(str(tmp_path / "state")) as state:
         paced = PacedInput(state, "logs", Workload(with_user_share=0.5), partitions=2, append_rows=50)
         with paced:
-            paced.as_fast_as(lambda partition: paced.appended_rows(partition) < 50 * (5 if partition else 9))
+            paced.append_while(lambda partition: paced.appended_rows(partition) < 50 * (5 if partition else 9))
             deadline = time.monotonic() + 60
             while [paced.appended_rows(0), paced.appended_rows(1)] != [450, 250]:
                 assert paced.failure is None
@@ -49,7 +49,7 @@ def test_nothing_is_appended_while_the_paced_input_rests(tmp_path: Path) -> None
     with StateClient.open(str(tmp_path / "state")) as state:
         with PacedInput(state, "logs", Workload(), partitions=2, append_rows=20) as paced:
             for _ in range(20):
-                paced.as_fast_as(lambda partition: True)
+                paced.append_while(lambda partition: True)
                 before = paced.appended_rows(0)
                 while paced.appended_rows(0) == before:
                     time.sleep(0.001)

@@ -1,13 +1,13 @@
-"""The reference: the pages of docs/reference, whose tables are made from the code itself.
+"""The reference: the pages of docs/reference, whose tables are generated from the code.
 
-A page is written by hand but for its *regions*, each between two comments that the reader does not see:
+A page is written by hand except for its *regions*, each between two comments that the reader does not see:
 
     <!-- made from the code: spec mapper -->
     …
     <!-- until here -->
 
-``python -m tools.reference`` makes what is inside of every region anew, and leaves the rest alone. The output depends
-on nothing but the code, so a test can compare the pages with it (tests/unit/test_reference.py).
+``python -m tools.reference`` generates the contents of every region, and leaves the rest unchanged. The output depends
+only on the code, so a test can compare the pages with it (tests/unit/test_reference.py).
 
 | module | what it makes |
 |---|---|

@@ -34,14 +34,14 @@ def _walk(typed: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, ar
             module = importlib.import_module(cli.DELEGATES[name][0])
             command = module._parser()
         elif typed == "shuffle":
-            # What is below a command is built only where that command is given, so that all of them start quickly.
+            # Parsers of subcommands are built only when their command is given, so that every command starts quickly.
             command = subcommands(cli.build_parser(name))[name][1]
         command.description = command.description or text.sentence(said)
         yield from _walk(f"{typed} {name}", command)
 
 
 def subcommands(parser: argparse.ArgumentParser) -> dict[str, tuple[str, argparse.ArgumentParser]]:
-    """By name, what each is for and its parser."""
+    """The subcommands of a parser by name, each with its help and its parser."""
     found: dict[str, tuple[str, argparse.ArgumentParser]] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -116,7 +116,7 @@ _SAID_DEFAULT = re.compile(r"\s*\(default:? [^)]*\)")
 
 
 def _help(typed: str, action: argparse.Action) -> str:
-    """The help of an argument, without a default that the table shows; what leaves it out is found by a test."""
+    """The help of an argument, without the default, which the table shows; a test finds arguments without help."""
     said = (action.help or "") % {**vars(action), "prog": typed}
     if action.default not in (None, argparse.SUPPRESS, False):
         said = _SAID_DEFAULT.sub("", said)
@@ -138,5 +138,5 @@ def _exit_codes() -> str:
 
 
 def exit_code(error: type[errors.ShuffleError]) -> int:
-    """With what the command ends after this error: asked of the function that decides it."""
+    """The exit code of the command after this error, from the function that decides it."""
     return exit_codes.exit_code_of(error("an error"))

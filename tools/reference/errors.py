@@ -1,4 +1,4 @@
-"""The errors, as the tree that they are, and the limits."""
+"""The tree of errors, and the limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def regions() -> dict[str, str]:
 
 
 def tree(kind: type[errors.ShuffleError] = errors.ShuffleError) -> Iterator[type[errors.ShuffleError]]:
-    """Every error, with those that are kinds of it behind it."""
+    """Every error class, each followed by its subclasses."""
     yield kind
     for inner in kind.__subclasses__():
         if inner.__module__ == errors.__name__:

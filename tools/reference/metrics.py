@@ -29,7 +29,7 @@ def regions() -> dict[str, str]:
 
 
 def served() -> dict[str, type[Any]]:
-    """The metrics that some process makes and serves, by the role of the process."""
+    """The classes of metrics that processes serve, by the role of the process."""
     sources = "\n".join(
         path.read_text(encoding="utf-8")
         for folder in ("mapper", "reducer", "statestore", "shuffle", "spark_connector")
@@ -45,14 +45,14 @@ def _families(kind: type[Any]) -> dict[str, Metric]:
     made = kind(**{name: value for name, value in _ARGUMENTS.items() if name in wanted})
     for value in vars(made).values():
         if inspect.isfunction(value):
-            value(0)  # One gauge for each reducer: there is none until one is asked for.
+            value(0)  # There is one gauge for each reducer, which is created when it is first used.
     return {family.name: family for family in made.registry.collect()}
 
 
 def _table(families: list[Metric]) -> str:
     rows = []
     for family in families:
-        # A counter's family is called without the ending under which Prometheus reads it.
+        # The family of a counter has no "_total" at the end of its name, and what Prometheus reads has.
         name = f"{family.name}_total" if family.type == "counter" else family.name
         own = [label for label in family.samples[0].labels if label not in (*LABELS, "le")]
         labels = ", ".join(text.code(label) for label in own)

@@ -32,7 +32,7 @@ def regions() -> Mapping[str, str]:
 
 
 def filled(page: str, texts: Mapping[str, str]) -> str:
-    """``page`` with its regions made anew. Raises ``KeyError`` for a region that the code does not make."""
+    """``page`` with its regions generated again. Raises ``KeyError`` for a region that has no generator."""
     return _REGION.sub(lambda found: f"{found['head']}\n{texts[found['name']].strip()}\n\n{found['foot']}", page)
 
 
@@ -46,5 +46,5 @@ def made_page(path: Path) -> str:
 
 
 def made() -> dict[Path, str]:
-    """Every page as it should be."""
+    """Every page with its current contents, by path."""
     return {path: made_page(path) for path in sorted(FOLDER.glob("*.md"))}

@@ -39,10 +39,10 @@ LEFT_OUT = {
     "QueueSchema.to_json": "the store's own form",
     "QueueSchema.from_json": "the store's own form",
 }
-"""Members that have a public name and are for this project's own use, and whose they are."""
+"""Members that have a public name but are for this project's own use, by class."""
 
 MADE_BY_USERS = {"PartitionedRowset", "Count", "Sum", "Min", "Max", "Last"}
-"""Classes whose objects users make themselves, by calling them. The others they get, or derive from."""
+"""Classes that users instantiate themselves. They get objects of the others, or derive from them."""
 
 ORDER = {
     "shuffle": (
@@ -57,7 +57,7 @@ ORDER = {
     ),
     "statestore": ("StateClient", "Queue", "Transaction", "Snapshot"),
 }
-"""What comes first; the rest follows in the order of ``__all__``."""
+"""The names that come first; the others follow in the order of ``__all__``."""
 
 _TYPES: tuple[pa.DataType, ...] = (
     *(pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
@@ -103,13 +103,13 @@ def _all_names() -> set[str]:
 
 
 def _holders(thing: type) -> list[type]:
-    """The class itself, and those of its bases that users do not know by name: what these have is its own."""
+    """The class itself, and those of its bases that are not public: their members are documented as its own."""
     known = _all_names() - {thing.__name__}
     return [base for base in thing.__mro__ if base.__name__ not in known and base.__module__ != "builtins"]
 
 
 def members(thing: type) -> Iterator[tuple[str, Any]]:
-    """The public members that users are told about, in the order of the code; each name once."""
+    """The public members that are documented, in the order of the code; each name once."""
     seen: set[str] = set()
     for holder in _holders(thing):
         if holder.__module__.startswith("abc"):
@@ -147,7 +147,7 @@ def _methods(thing: type) -> str:
 
 
 def _doc_of(thing: type, name: str, function: Any) -> str:
-    """Its docstring, or that of the method that it replaces."""
+    """The docstring of a method, or that of the method that it overrides."""
     if function.__doc__:
         return text.docstring(function)
     for base in thing.__mro__[1:]:
@@ -165,7 +165,7 @@ def _worker_spec() -> str:
 
 
 def _column_types() -> str:
-    """What a table and a queue make of each type, tried out on them."""
+    """A table of the column types that tables and queues accept, found by trying each of them."""
     rows = []
     for kind in _TYPES:
         in_table = _kept(statestore.TableSchema("t", pa.schema([("k", kind)]), pa.schema([])), "key", kind)

@@ -1,4 +1,4 @@
-"""The options of ``format("shuffle")``: their names from ``OPTIONS``, what they take from the code that reads them."""
+"""The options of ``format("shuffle")``: their names from ``OPTIONS``, their types from the code that reads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TAKES = {
     "text": "text",
     "required": "text",
 }
-"""What the methods of ``Options`` make of an option, those that say most first."""
+"""The type of value that each method of ``Options`` reads, the most specific methods first."""
 
 
 def regions() -> dict[str, str]:
@@ -43,7 +43,7 @@ def _table(role: str, names: tuple[str, ...]) -> str:
 
 
 def takes(name: str) -> str:
-    """What an option is read as: found by the calls that read it."""
+    """The type of an option's value, found by the calls that read it."""
     calls = read_by()[name]
     for call in calls:
         if call.func.attr == "choice":  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ EXAMPLE_VALUES = {
     "reducer.class": '"jobs:CountByUser"',
     "reducer.count": "4",
 }
-"""What the spec with everything in it says where there is no default."""
+"""The values in the complete example spec for keys that have no default."""
 
 _KINDS: dict[Any, tuple[str, str]] = {
     spec_file._COUNT: ("whole number", ""),
@@ -36,27 +36,27 @@ _KINDS: dict[Any, tuple[str, str]] = {
     spec_file._queue_name: ("name of a queue", ""),
     spec_file._user_config: ("mapping", ""),
 }
-"""What each reader takes, and its range where that is not in ``RANGES``."""
+"""The type of value that each reader accepts, and its range where that is not in ``RANGES``."""
 
 _NUMBERS = (spec_file._COUNT, spec_file._SIZE, spec_file._DURATION)
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a spec, and all that is said about it."""
+    """One key of a spec, and everything that the reference says about it."""
 
     section: str
-    """Empty at the top."""
+    """The section that has the key; empty for the keys at the top level."""
     field: dataclasses.Field[Any]
     names: tuple[str, ...]
-    """As it may be written, the usual way first."""
+    """The names by which the key may be written, the usual one first."""
     kind: str
     allowed: str
     default: str
     needed: bool
     meaning: str
     inner: type | None
-    """The class of a whole section."""
+    """The class that holds the section, if the key is a section; else None."""
     reader: Any
 
     @property
@@ -72,7 +72,7 @@ def regions() -> dict[str, str]:
 
 
 def sections() -> dict[str, list[Key]]:
-    """The keys by section, in the order in which the classes have them; the top is the section without a name."""
+    """The keys by section, in the order of the classes; the top level is the section with the empty name."""
     top = _keys("", config.ProcessorSpec, spec_file._SPEC)
     return {"": top} | {
         key.names[0]: [one for holder in holders(key.inner) for one in _keys(key.names[0], holder, key.reader)]
@@ -82,7 +82,7 @@ def sections() -> dict[str, list[Key]]:
 
 
 def holders(inner: type[Any]) -> list[type[Any]]:
-    """The classes that hold the keys of a section: of an input, one for each kind."""
+    """The classes that hold the keys of a section; the section ``input`` has one for each kind of input."""
     return [kind.spec for kind in inputs.KINDS.values()] if inner is inputs.InputSpec else [inner]
 
 
@@ -93,7 +93,7 @@ def _keys(section: str, holder: type[Any], reader: Any) -> list[Key]:
     found = []
     for field in dataclasses.fields(holder):
         if field.name not in made["readers"]:
-            continue  # It is not read from the file: where it was, and on which line.
+            continue  # This field is not a key of the file: it holds the path of the file and the lines.
         if field.name not in docs:
             raise LookupError(f"{holder.__name__}.{field.name} has no docstring")
         found.append(_key(section, field, made, docs[field.name], hints[field.name]))
@@ -122,13 +122,14 @@ def _key(section: str, field: dataclasses.Field[Any], made: Mapping[str, Any], d
 
 
 def _after_yaml_key(doc: str) -> str:
-    """The docstrings name keys that differ from their fields; the table does so anyway."""
+    """The docstring without the name of the key, which it has where the key is not named as the field is: the table
+    shows the name."""
     _, _, rest = doc.partition(" YAML key:")
     return " Default:" + rest.partition(" Default:")[2] if " Default:" in rest else ""
 
 
 def _section_of(reader: Any) -> Mapping[str, Any]:
-    """What a reader of a section was made with: its ``readers``, the keys it ``known``s and those ``required``."""
+    """The arguments that a reader of a section was made with: ``readers``, ``known`` keys and ``required`` keys."""
     found = inspect.getclosurevars(reader)
     if "readers" in found.nonlocals:
         return found.nonlocals
@@ -156,7 +157,7 @@ def _kind(reader: Any, hint: Any, inner: type | None) -> str:
 
 
 def limits(section: str, name: str) -> tuple[int, int]:
-    """The least and the most of a number, found as ``spec_file`` finds it."""
+    """The least and the greatest value of a number, looked up as ``spec_file`` does."""
     return config.RANGES.get(f"{section}.{name}") or config.RANGES[name]
 
 
@@ -195,7 +196,7 @@ def _table(section: str) -> str:
 
 
 def example() -> str:
-    """A spec with every key in it, each with its default; those without one, or that exclude another, as comments."""
+    """A spec with every key, each with its default; keys without a default, or that exclude another, are comments."""
     found = sections()
     lines: list[str] = []
     for key in found[""]:

@@ -16,7 +16,7 @@ _SIGNATURE_CHARS_MAX = 100
 
 
 def attribute_docs(thing: type | ModuleType) -> dict[str, str]:
-    """The docstrings under the attributes of a class, or under the constants of a module, which Python forgets.
+    """The docstrings under the attributes of a class, or under the constants of a module, which Python does not keep.
 
     Those of a class may be in its body, or in its ``__init__``.
     """
@@ -56,12 +56,12 @@ def without_default(text: str) -> tuple[str, str | None]:
 
 
 def markdown(text: str) -> str:
-    """A docstring, whose code is between two backticks, as Markdown, where it is between one."""
+    """A docstring as Markdown: code is between single backticks instead of double ones."""
     return _CODE.sub(r"`\1`", text)
 
 
 def sentence(said: str) -> str:
-    """What a help text says, as the sentence that it is in a table."""
+    """A help text as a sentence, for a table."""
     if not said:
         return ""
     return markdown(said[:1].upper() + said[1:]) + ("" if said.endswith((".", "…")) else ".")
@@ -72,7 +72,7 @@ def docstring(thing: Any) -> str:
     found = inspect.getdoc(thing)
     if not found:
         raise LookupError(f"{thing!r} is public and has no docstring")
-    # Lines that belong together are one line, as in the table cells: where they are cut is for the editor of the code.
+    # The lines of a paragraph are joined, as in table cells: where they break matters only in the code.
     return "\n\n".join(_paragraph(part) for part in markdown(found).split("\n\n"))
 
 
@@ -91,7 +91,7 @@ def code(text: str) -> str:
 
 
 def either(choices: Sequence[str]) -> str:
-    """`a`, `b` or `c`."""
+    """The choices as Markdown: `a`, `b` or `c`."""
     shown = [code(choice) for choice in choices]
     return " or ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else shown[0]
 

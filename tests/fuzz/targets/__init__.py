@@ -1,1 +1,1 @@
-"""What is attacked: a module for each target, and what all of them have in common in ``base``."""
+"""The targets of the fuzzer: a module for each, and what they have in common in ``base``."""

@@ -1,4 +1,4 @@
-"""What all targets have in common, and the questions to the store that both the lane and Flight begin from."""
+"""What all targets have in common, and the requests to the store that the targets lane and Flight begin with."""
 
 from __future__ import annotations
 

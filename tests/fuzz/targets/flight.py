@@ -1,4 +1,4 @@
-"""The store's data plane over Flight: the exchange with frames that lie, and every other call of Flight."""
+"""The store's data plane over Flight: the exchange with false frames, and every other call of Flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mapper's GetRows: tickets that lie, for rows that are really there; single calls, exchanges and shared memory."""
+"""A mapper's GetRows: false tickets for rows that exist; by single calls, exchanges and shared memory."""
 
 from __future__ import annotations
 

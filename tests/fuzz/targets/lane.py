@@ -1,4 +1,4 @@
-"""The store's lane: frames that lie, questions with broken fields, clients that hang up at the wrong moment."""
+"""The store's lane: false frames, requests with broken fields, clients that disconnect at the wrong moment."""
 
 from __future__ import annotations
 

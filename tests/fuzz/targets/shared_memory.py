@@ -1,4 +1,4 @@
-"""The reducer's side of GetRows against a mapper that lies: notes about shared memory, and rows over the wire."""
+"""The reducer's side of GetRows against a mapper that sends false handles of shared memory, and false rows."""
 
 from __future__ import annotations
 

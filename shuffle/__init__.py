@@ -1,4 +1,4 @@
-"""What a user's module imports to write a streaming processor.
+"""The names that a user's module imports to write a streaming processor.
 
 Each name is imported when it is first used: a worker loads only what its user's module needs, and can configure the
 large libraries before the first of them is imported (``shuffle.support.process_memory``).

@@ -1,4 +1,4 @@
-"""What a user's module imports: the base classes of map and reduce, and what they are given."""
+"""The base classes of map and reduce, which a user's module imports, and the objects that they are given."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Which worker of which streaming processor this is."""
+    """The identity of a worker: the streaming processor it belongs to, and its index there."""
 
     processor: str
     """The name of the processor."""

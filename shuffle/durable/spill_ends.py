@@ -1,4 +1,4 @@
-"""Where spills end: one row for each mapper and reducer in the table ``<processor>/spills``, once rows were spilled."""
+"""The ends of the spills: one row for each mapper and reducer with spilled rows in the table ``<processor>/spills``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPILLS_ROW = pa.schema([*SPILLS_KEY, *SPILLS_VALUE])
 
 @dataclass(frozen=True, slots=True)
 class SpillEnd:
-    """Where the spill of one (mapper, reducer) ends: its row in the table ``<processor>/spills``."""
+    """The end of the spill of one (mapper, reducer): its row in the table ``<processor>/spills``."""
 
     position: int = 0
     """The position of the next batch in the partition of the spill queue."""

@@ -1,10 +1,10 @@
 """The names of everything that a processor keeps in the store: its tables, its queues, and its groups of leases.
 
-    PROCESSOR/mappers                   one row for each mapper: how far it has come for good (``mapper_state``)
+    PROCESSOR/mappers                   one row for each mapper: its persisted positions (``mapper_state``)
     PROCESSOR/reducers                  one row for each reducer: what it has committed (``reducer_state``)
     PROCESSOR/spills                    where the spilled rows of a mapper and a reducer end
     PROCESSOR/meta                      the fingerprint, and which Spark query reads the processor (``query_lease``)
-    PROCESSOR/emitted                   what reducers under Spark have handed to it
+    PROCESSOR/emitted                   where the rows of a batch begin that reducers under Spark hand over to Spark
     PROCESSOR/spill/MAPPER              a queue: the spilled rows themselves, with a partition for each reducer
     PROCESSOR/ROLE_dead_letters         a queue: rows that ``map`` or ``reduce`` refused, unless the spec names another
 

@@ -1,4 +1,4 @@
-"""Which reducer a row goes to (``key_group``), and the rows of each reducer as batches of their own (``split``)."""
+"""Computes which reducer a row goes to (``key_group``), and splits rows into one batch for each reducer (``split``)."""
 
 from __future__ import annotations
 

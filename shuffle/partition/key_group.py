@@ -1,4 +1,4 @@
-"""Which reducer a row goes to.
+"""Computes which reducer a row goes to.
 
     key columns -> xxhash64 -> key group -> reducer
 

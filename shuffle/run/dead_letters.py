@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from shuffle.api import Reducer, WorkerSpec
 from shuffle.durable.meta import META_KEY, META_ROW
-from shuffle.durable.tables import reducers_group
+from shuffle.durable.tables import Role, reducers_group
 from shuffle.errors import BadInput, CommitConflict, ShuffleError, SpecError, UserCodeError
 from shuffle.ids import new_guid
 from shuffle.limits import MIB
@@ -48,8 +48,8 @@ from shuffle.user_code.poison import (
 if TYPE_CHECKING:
     from shuffle.statestore import Queue, StateClient, Transaction
 
-Role = Literal["mapper", "reducer"]
 ROLES: tuple[Role, ...] = ("mapper", "reducer")
+"""The roles that can set rows aside."""
 
 REPLAY_ROWS_MAX = 10_000
 """The most rows replayed in one transaction: ``reduce`` is called with them many times if one of them still fails."""

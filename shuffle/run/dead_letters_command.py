@@ -82,15 +82,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _list(spec: ProcessorSpec, client: StateClient, options: argparse.Namespace) -> None:
-    found = [
+    queues = [
         (queue, newest_dead_letter(client, queue.queue)) for queue in dead_letter_queues(spec, client, options.role)
     ]
     if options.json:
-        print(json.dumps([{**asdict(queue), "newest": _plain(last)} for queue, last in found], indent=2))
+        print(json.dumps([{**asdict(queue), "newest": _plain(last)} for queue, last in queues], indent=2))
         return
-    if not any(queue.rows for queue, _ in found):
+    if not any(queue.rows for queue, _ in queues):
         print(f"{spec.processor}: no dead letters")
-    for queue, last in found:
+    for queue, last in queues:
         if last is not None:
             print(f"{queue.queue}: {queue.rows:,} rows ({queue.rows_ever:,} ever)")
             print(f"  newest: {last.origin}: {printable(last.fields['reason'])}")
@@ -106,18 +106,20 @@ def _plain(dead_letter: DeadLetter | None) -> dict[str, Any] | None:
 
 
 def _show(spec: ProcessorSpec, client: StateClient, options: argparse.Namespace) -> None:
-    found = (letter for queue in dead_letter_queues(spec, client) for letter in read_dead_letters(client, queue.queue))
-    wanted = (letter for letter in found if options.role in (None, letter.fields["role"]))
-    for letter in islice(wanted, options.rows):
+    dead_letters = (row for queue in dead_letter_queues(spec, client) for row in read_dead_letters(client, queue.queue))
+    selected = (row for row in dead_letters if options.role in (None, row.fields["role"]))
+    for dead_letter in islice(selected, options.rows):
         try:
-            row: dict[str, Any] | str = json_values(letter.original().combine_chunks().to_batches()[0])[0]
+            row: dict[str, Any] | str = json_values(dead_letter.original().combine_chunks().to_batches()[0])[0]
         except ShuffleError as error:
             row = f"cannot be read: {error}"
         if options.json:
-            sys.stdout.write(json_line({**(_plain(letter) or {}), "row": row}))
+            sys.stdout.write(json_line({**(_plain(dead_letter) or {}), "row": row}))
             continue
-        print(f"{letter.queue}, partition {letter.partition}, row {letter.position}: {letter.origin}")
-        print(f"  {printable(letter.fields['reason'])}")
+        print(
+            f"{dead_letter.queue}, partition {dead_letter.partition}, row {dead_letter.position}: {dead_letter.origin}"
+        )
+        print(f"  {printable(dead_letter.fields['reason'])}")
         sys.stdout.write(f"  {json_line(row) if isinstance(row, dict) else row}")
 
 

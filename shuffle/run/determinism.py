@@ -54,7 +54,7 @@ VALUE_CHARS_MAX = 120
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two runs of ``map`` over the same rows first disagree."""
+    """The first difference between two runs of ``map`` over the same rows."""
 
     partition: int
     """The partition of the input."""

@@ -101,7 +101,7 @@ def _mappers(status: ProcessorStatus, rates: Rates, children: Mapping[str, Child
         lag = mapper.number("read_lag_rows")
         table.add_row(
             name,
-            _state(mapper.instances, children.get(name), answered=mapper.live is not None),
+            _state(mapper.instances, children.get(name), responded=mapper.live is not None),
             _rate(rates.of(name)),
             _count(mapper.input_rows_left if lag is None else lag),
             _bytes(mapper.number("window_bytes")),
@@ -138,12 +138,12 @@ def _reducers(status: ProcessorStatus, rates: Rates, children: Mapping[str, Chil
     return table
 
 
-def _state(instances: list[str], child: ChildView | None, answered: bool = True) -> Text:
+def _state(instances: list[str], child: ChildView | None, responded: bool = True) -> Text:
     if child is not None and not child.running:
         return Text("down", style="red")
     if not instances:
         return Text("starting" if child is not None else "down", style="yellow" if child is not None else "red")
-    return Text("up", style="green") if answered else Text("silent", style="yellow")
+    return Text("up", style="green") if responded else Text("silent", style="yellow")
 
 
 def _reducer_state(reducer: ReducerStatus, name: str, children: Mapping[str, ChildView]) -> Text:

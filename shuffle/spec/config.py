@@ -44,7 +44,7 @@ this number the pairs are the bottleneck."""
 
 @dataclass(frozen=True, slots=True)
 class MapperSpec:
-    """How a mapper reads, maps and keeps rows."""
+    """The settings of the mappers: how they read, map and keep rows."""
 
     class_name: str
     """Your subclass of ``Mapper``, as ``module:Class``. YAML key: ``class``."""
@@ -83,7 +83,7 @@ class MapperSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReducerSpec:
-    """How a reducer fetches, reduces and commits."""
+    """The settings of the reducers: how they fetch, reduce and commit."""
 
     class_name: str
     """Your subclass of ``Reducer``, as ``module:Class``. YAML key: ``class``."""
@@ -117,7 +117,7 @@ class ReducerSpec:
 
 @dataclass(frozen=True, slots=True)
 class SpillSpec:
-    """What a mapper does about reducers that lag behind: their rows go to the store, so that the others can go on.
+    """The settings for reducers that lag behind: mappers move their rows to the store, so that the others can go on.
 
     YAML key: ``spill``, a mapping, or ``true`` or ``false``.
     """

@@ -1,4 +1,4 @@
-"""How a command or a worker of this project ends: with one of these exit codes, and after an error with one line.
+"""The exit codes of the commands and workers of this project, and the one line that they print after an error.
 
 Whoever starts such a process (``shuffle.run.supervisor``, a service manager, a person) can tell from the code whether
 trying again may help.

@@ -1,7 +1,7 @@
 """Structured logs on stderr: an event in words, and fields.
 
-JSON lines when stderr is not a terminal or ``SHUFFLE_LOG=json``; short readable lines otherwise (``SHUFFLE_LOG=text``
-asks for them). ``SHUFFLE_LOG_LEVEL`` is debug, info (the default), warning or error.
+They are JSON lines when stderr is not a terminal or with ``SHUFFLE_LOG=json``, otherwise (or with ``SHUFFLE_LOG=text``)
+short readable lines. ``SHUFFLE_LOG_LEVEL`` is debug, info (the default), warning or error.
 
     log = get_logger(__name__)
     log.info("window trimmed", entries=3, input_unread_row_index=1200)

@@ -264,7 +264,7 @@ def test_every_place_in_the_code_has_a_name_in_the_list_and_the_other_way_round(
     called = [
         name
         for package in ("mapper", "reducer", "statestore")
-        for path in (ROOT / package).glob("*.py")
+        for path in (ROOT / package).rglob("*.py")
         for name in re.findall(r'crash_points\.reach\("([^"]+)"\)', path.read_text())
     ]
     assert sorted(called) == sorted(POINTS)

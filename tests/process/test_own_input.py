@@ -100,7 +100,7 @@ def test_own_input_killed_in_the_middle_counts_every_row_once(spec: Path) -> Non
             "CsvInput",
             "CsvInputs",
             2,
-            "csv.yaml:3: input.class: csv_input has no class CsvInputs; did you mean CsvInput?",
+            "csv.yaml:3: input.class: csv_input has no class CsvInputs; did you mean 'CsvInput'?",
         ),
         ("CsvInput", "CsvReader", 2, "csv.yaml:3: input.class: csv_input:CsvReader is not a subclass of shuffle.Input"),
         ("files:", "file:", 2, "csv.yaml:3: input: config of CsvInput: 'files' is missing: it must be a text"),

@@ -35,8 +35,7 @@ SPILLED_SHARE = 0.7
 """Of the lies to a mapper that has spilled rows: those in the name of a reducer that they are for."""
 
 KINDS_OF_LIES = ("served", "served", "beyond", "mapped", "huge", "on", "ahead", "other processor", "other generation")
-KINDS_OF_LIES_ABOUT_SPILLS = ("served", "on", "on", "on", "beyond", "mapped")
-"""Spilled rows wait for a reducer that is away, so that nobody but a liar has them served."""
+KINDS_OF_LIES_ABOUT_SPILLS = ("served", "served", "served", "beyond", "mapped")
 
 ANSWER_S_MAX = 0.3
 
@@ -94,31 +93,48 @@ def liar(simulation: Simulation, fault: Fault) -> Callable[[], None]:
 def _lie_again_and_again(simulation: Simulation, rng: Random) -> None:
     while True:
         kernel.sleep(rng.choice([0.003, 0.02, 0.08]) * rng.random())
-        victim = simulation.pick_process("mapper", rng.random())
-        address = f"grpc://127.0.0.1:{victim.port}" if victim is not None else ""
-        found = simulation.network.servers.get(address)
-        if found is None:
+        served = [
+            (address, hosted.shared.core)
+            for address, found in simulation.network.servers.items()
+            for hosted in getattr(found[1], "mappers", {}).values()
+        ]
+        with_spills = [(address, core) for address, core in served if _spilled(core)]
+        if not served:
             continue
-        mappers = list(found[1].mappers.values())
-        one = mappers[int(rng.random() * len(mappers))] if len(mappers) > 1 else mappers[0]
-        ticket = _lie(simulation, one.shared.core, rng)
-        try:
-            flight.connect(address).do_get(flight.Ticket(ticket), ANSWER_S_MAX)
-        except ShuffleError as error:
-            simulation.world.log("a lie failed", type(error).__name__)
+        if with_spills and rng.random() < SPILLED_SHARE:
+            address, core = rng.choice(with_spills)
+            reducer, kinds = _plan_about_spill(core, rng)
+        else:
+            address, core = rng.choice(served)
+            reducer, kinds = rng.randrange(core.reducer_count), [rng.choice(KINDS_OF_LIES)]
+        for kind in kinds:
+            ticket = _lie(simulation, core, rng, reducer, kind)
+            try:
+                flight.connect(address).do_get(flight.Ticket(ticket), ANSWER_S_MAX)
+            except ShuffleError as error:
+                simulation.world.log("a lie failed", type(error).__name__)
+                break
 
 
-def _lie(simulation: Simulation, core: Any, rng: Random) -> bytes:
-    reducer = rng.randrange(core.reducer_count)
-    spilled = [int(one) for one, spill in core.spilling.spills.items() if not spill.is_empty]
-    kinds = KINDS_OF_LIES
-    if spilled and rng.random() < SPILLED_SHARE:
-        reducer = rng.choice(spilled)
-        kinds = KINDS_OF_LIES_ABOUT_SPILLS
+def _spilled(core: Any) -> list[int]:
+    """The reducers for which rows are in the spill."""
+    return [int(reducer) for reducer, spill in core.spilling.spills.items() if not spill.is_empty]
+
+
+def _plan_about_spill(core: Any, rng: Random) -> tuple[int, list[str]]:
+    """In whose name to lie, and what to say in which order.
+
+    Spilled rows wait for a reducer that is away, so that nobody but a liar has them served. It takes them, and then
+    calls them committed.
+    """
+    takes = ["on"] * rng.choice([0, 1, 4, 12])
+    return rng.choice(_spilled(core)), [*takes, rng.choice(KINDS_OF_LIES_ABOUT_SPILLS)]
+
+
+def _lie(simulation: Simulation, core: Any, rng: Random, reducer: int, kind: str) -> bytes:
     bucket = core.buckets[reducer]
     believed = int(max(bucket.committed, bucket.freed))
     last = int(core.next_shuffle_index) - 1
-    kind = rng.choice(kinds)
     committed = {
         "served": int(bucket.served),
         "beyond": int(bucket.served) + rng.randint(1, 6),

@@ -52,9 +52,14 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         Options.check("read", {"partitionBy": "x"})
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("5", 5.0), ("200ms", 0.2), ("1.5 min", 90.0), ("1h", 3600.0)])
+@pytest.mark.parametrize(("text", "seconds"), [("5s", 5.0), ("200ms", 0.2), ("1.5 min", 90.0), ("1h", 3600.0)])
 def test_times_have_units(text: str, seconds: float) -> None:
     assert Options.check("read", {"timeout": text}).seconds("timeout", 1.0) == pytest.approx(seconds)
+
+
+def test_time_without_a_unit_is_refused_as_in_a_spec() -> None:
+    with pytest.raises(BadInput, match="'5' has no unit of time: write 5s or 5ms"):
+        Options.check("read", {"timeout": "5"}).seconds("timeout", 1.0)
 
 
 def test_column_that_spark_has_no_type_for_is_named() -> None:

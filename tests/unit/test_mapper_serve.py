@@ -178,7 +178,7 @@ def test_requests_beyond_the_bound_wait_for_a_short_time_only(mapper: Served) ->
 
 
 def test_more_exchanges_than_places_are_refused(mapper: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapper.server, "_places", Slots("exchanges", 1))
+    monkeypatch.setattr(mapper.server, "_slots", Slots("exchanges", 1))
     thread = threading.Thread(target=lambda: mapper.get(wait_ms=20_000))
     thread.start()
     while mapper.core.waiting[0] == 0:

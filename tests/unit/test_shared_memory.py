@@ -52,14 +52,14 @@ def put(memory: MemoryWriter, *batches: pa.RecordBatch) -> MemoryHandle:
 
 
 def test_batches_are_taken_as_they_were_put_and_outlive_the_next_ones(memory: MemoryWriter) -> None:
-    memory = MemoryReader()
+    reader = MemoryReader()
     whole = batch(0, 1000)
-    first = memory.take(put(memory, whole, whole.slice(10, 5)))
-    second = memory.take(put(memory, batch(5000, 2000)))
+    first = reader.take(put(memory, whole, whole.slice(10, 5)))
+    second = reader.take(put(memory, batch(5000, 2000)))
     assert [rows.to_pylist() for rows in first] == [whole.to_pylist(), whole.slice(10, 5).to_pylist()]
     assert second[0].equals(batch(5000, 2000))
-    memory.close()
-    memory.close()
+    reader.close()
+    reader.close()
     assert first[0].equals(whole)
 
 

@@ -23,6 +23,7 @@ from shuffle.mapper.spill.response import SpillRead, SpillResponse
 from shuffle.mapper.spill.store import SpillStore
 from shuffle.mapper.trim import Trimmer
 from shuffle.messages import METADATA_FIELDS
+from shuffle.spec.config import Compression
 from shuffle.statestore import StateClient, Transaction
 
 
@@ -63,7 +64,7 @@ def indexes_of(answer: SpillResponse) -> list[int]:
 
 
 @pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
-def test_rows_come_back_with_their_indexes(compression: spill_format.Compression) -> None:
+def test_rows_come_back_with_their_indexes(compression: Compression) -> None:
     table, end = encode([part([3, 4, 900]), part([70_000, 2**40])], SpillEnd(), NOTHING_COMMITTED, compression, 5)
     assert (end.position, end.last_row_index, end.rows, end.since_ms) == (table.num_rows, 2**40, 5, 5)
     answer = read_all(table)

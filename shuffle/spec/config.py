@@ -30,6 +30,7 @@ from shuffle.limits import (
 )
 from shuffle.spec.index_sets import PER_PROCESS_MAX
 from shuffle.spec.inputs import InputSpec
+from shuffle.spec.outputs import IS_INPUT, OutputSpec
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient
@@ -152,6 +153,8 @@ class ProcessorSpec:
     """How a mapper reads, maps and keeps rows."""
     reducer: ReducerSpec
     """How a reducer fetches, reduces and commits."""
+    output: OutputSpec | None = None
+    """Where the rows go that reducers emit with ``Reducer.emit``. Without it they may not emit any. Default: none."""
     spill: SpillSpec = field(default_factory=SpillSpec)
     """What is done about reducers that lag behind."""
     max_parallelism: int = KEY_GROUPS_DEFAULT
@@ -273,6 +276,13 @@ def relation_mistakes(spec: ProcessorSpec) -> list[tuple[str, str]]:
             "is also a dead letter queue: rows set aside would be read again for ever",
         ),
     ]
+    if spec.output is not None and spec.output.appends_to is not None:
+        place, queue = f"output.{spec.output.kind}", spec.output.appends_to
+        set_aside = queue in (mapper.dead_letter_queue, reducer.dead_letter_queue)
+        checks += [
+            (queue != spec.input.consumes, place, IS_INPUT),
+            (not set_aside, place, "is also a dead letter queue, whose rows are of another form: emit to another one"),
+        ]
     return [(place, what) for fine, place, what in checks if not fine]
 
 

@@ -98,7 +98,7 @@ class ReduceStage:
             good, bad = split_rows(rows, [poison.row for poison in found])
             transaction = self._call(good) if good.num_rows else None
         except Exception as error:
-            if is_transient(error):
+            if is_transient(error) or isinstance(error, SpecError):
                 raise
             # Not the fault of single rows: nothing that could be set aside would help.
             raise self._report(batch, error) from error

@@ -77,6 +77,13 @@ def partitions(client: StateClient) -> list[list[int]]:
     return found
 
 
+def kill_after_some(client: StateClient, controller: int, victim: str) -> None:
+    """Kill a worker once there are more rows than now."""
+    seen = count(client)
+    wait_until(lambda: count(client) > seen + 200 and victim in children_of(controller))
+    os.kill(children_of(controller)[victim], signal.SIGKILL)
+
+
 def test_rows_are_emitted_exactly_once_by_reducers_that_are_killed(spec: Path) -> None:
     expected = fill(spec, ROWS)
     with StateClient.open(spec.parent / "job.state") as client:
@@ -85,9 +92,7 @@ def test_rows_are_emitted_exactly_once_by_reducers_that_are_killed(spec: Path) -
         wait_until(lambda: {"reducer 0", "reducer 1", "statestore"} <= children_of(controller.pid).keys())
         with StateClient.open(spec.parent / "job.state") as client:
             for victim in ("reducer 0", "reducer 1", "reducer 0"):
-                seen = count(client)
-                wait_until(lambda seen=seen: count(client) > seen + 200 and victim in children_of(controller.pid))  # type: ignore[misc]
-                os.kill(children_of(controller.pid)[victim], signal.SIGKILL)
+                kill_after_some(client, controller.pid, victim)
             assert 0 < count(client) < expected.total(), "killed in the middle"
         assert controller.wait(2 * WAIT_S) == 0, spec.with_suffix(".out").read_text()
     with StateClient.open(spec.parent / "job.state") as client:

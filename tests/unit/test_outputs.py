@@ -1,4 +1,4 @@
-"""The output of a spec: how it is read, what is refused, and what ``Reducer.emit`` does; against a store in a folder."""
+"""The output of a spec: how it is read, what is refused, and what ``Reducer.emit`` does; against a real store."""
 
 from __future__ import annotations
 

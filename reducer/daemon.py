@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar
 
-from shuffle.api import Reducer, WorkerSpec
+from shuffle.api import WorkerSpec
 from shuffle.discovery import MapperDirectory, Membership
 from shuffle.durable.query_lease import refuse_beside_query
 from shuffle.durable.tables import reducers_group
@@ -32,6 +32,7 @@ from shuffle.reducer.connections import ClientPool
 from shuffle.reducer.core import FetchLimits, ReducerCore
 from shuffle.reducer.cycle import CycleEnvironment, ReduceCycle
 from shuffle.reducer.fetch import Fetcher, RowLocator
+from shuffle.reducer.outputs.opening import emitter
 from shuffle.reducer.reduce import ReduceStage
 from shuffle.reducer.row_cache import CommittedRowCache
 from shuffle.reducer.shared_core import SharedCore
@@ -42,7 +43,7 @@ from shuffle.support.exit_codes import report
 from shuffle.support.logs import get_logger
 from shuffle.support.retry import Backoff, patiently
 from shuffle.support.vital_threads import start_vital
-from shuffle.user_code.create import create
+from shuffle.user_code.create import create_reducer
 from shuffle.user_code.load import load_class
 
 STOP_S_MAX = 10.0
@@ -184,7 +185,8 @@ class ReducerDaemon:
         )
         # Rows that are read or written through this client are cached between commits (see ``row_cache``).
         state = self._client.with_row_cache(self._row_cache)
-        reducer: Reducer = create(load_class(spec, "reducer"), "reducer", spec.reducer.config, worker, state)
+        emit = emitter(spec, self._client, self.index)
+        reducer = create_reducer(load_class(spec, "reducer"), spec.reducer.config, worker, state, emit)
         return ReduceStage(
             reducer,
             self._client,

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from shuffle.api import Reducer
 from shuffle.durable import tables
-from shuffle.errors import UserCodeError
+from shuffle.errors import SpecError, UserCodeError
 from shuffle.ids import ReducerIndex, ShuffleIndex
 from shuffle.reducer.core import FetchedBatch, ReduceBatch
 from shuffle.statestore import StateClient, Transaction
@@ -87,7 +87,7 @@ class ReduceStage:
         try:
             return Reduced(batch, self._call_without_stale_cache(rows))
         except Exception as error:
-            if is_transient(error):
+            if is_transient(error) or isinstance(error, SpecError):  # No row is to blame for a mistake in the spec.
                 raise
             if self._on_error == "stop":
                 raise self._report(batch, error) from error
@@ -100,7 +100,7 @@ class ReduceStage:
             good, bad = split_rows(rows, [poison.row for poison in poison_rows])
             transaction = self._call(good) if good.num_rows else None
         except Exception as error:
-            if is_transient(error):
+            if is_transient(error) or isinstance(error, SpecError):
                 raise
             # It is not the fault of single rows, so no dead letter would help.
             raise self._report(batch, error) from error

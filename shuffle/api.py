@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
-from shuffle.errors import BadInput
+from shuffle.errors import BadInput, SpecError
 from shuffle.ids import Guid
 from shuffle.limits import KEY_GROUPS_DEFAULT
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient, Transaction
+
+Emit = Callable[["Transaction", pa.Table | pa.RecordBatch], None]
+"""Appends rows to the output of a processor, in a transaction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,9 @@ class Reducer(ABC):
     client of the state store.
     """
 
+    _shuffle_emit: Emit | None = None
+    # Set by ``shuffle.user_code.create``, not by the constructor, which is the user's.
+
     def __init__(self, config: Mapping[str, Any], spec: WorkerSpec, state: StateClient) -> None:
         self.config = config
         self.spec = spec
@@ -96,6 +102,19 @@ class Reducer(ABC):
     @abstractmethod
     def reduce(self, rows: pa.Table) -> Transaction | None:
         """Fold rows into the state; ``self.state.transaction()`` gives the transaction for what is to be written."""
+
+    def emit(self, tx: Transaction, rows: pa.Table | pa.RecordBatch) -> None:
+        """Append rows to the output that the spec names, in ``tx``, the transaction that ``reduce`` returns.
+
+        They are there once it is committed, and exactly once. ``SpecError`` if the spec has no ``output``.
+        """
+        if self._shuffle_emit is None:
+            raise SpecError(
+                "this reducer has no output: it is what the key `output` of the spec names, and set once the reducer "
+                "was created",
+                field="output",
+            )
+        self._shuffle_emit(tx, rows)
 
     def forget(self) -> None:  # noqa: B027 (most reducers remember nothing)
         """Override to drop what the reducer remembers of the tables between batches.

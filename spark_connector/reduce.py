@@ -21,7 +21,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 from pyspark.sql.types import StructType
 
-from shuffle.api import Reducer, WorkerSpec
+from shuffle.api import WorkerSpec
 from shuffle.durable.reducer_state import ReducerState
 from shuffle.durable.spill_ends import done_row_indexes
 from shuffle.errors import BadInput, RowsGone, ShuffleError, SplitBrain, StoreUnavailable
@@ -31,6 +31,7 @@ from shuffle.reducer.commit import Committer
 from shuffle.reducer.core import ReduceBatch, ReducerCore, Settled
 from shuffle.reducer.cycle import CycleEnvironment, ReduceCycle
 from shuffle.reducer.daemon import limits_of
+from shuffle.reducer.outputs.opening import emitter
 from shuffle.reducer.reduce import Reduced, ReduceStage
 from shuffle.spark_connector.options import Options
 from shuffle.spark_connector.schemas import arrow_schema, as_schema, spark_schema
@@ -42,7 +43,7 @@ from shuffle.spark_connector.waiting import Waiting
 from shuffle.spec.config import ProcessorSpec
 from shuffle.statestore import StateClient
 from shuffle.support.retry import Backoff
-from shuffle.user_code.create import create
+from shuffle.user_code.create import create_reducer
 from shuffle.user_code.load import load_class
 
 SUMMARY_SCHEMA = pa.schema(
@@ -381,7 +382,8 @@ class ReduceTask:
         worker = WorkerSpec(
             spec.processor, self._index, new_guid(), len(self._ends), spec.reducer.count, spec.max_parallelism
         )
-        reducer: Reducer = create(load_class(spec, "reducer"), "reducer", spec.reducer.config, worker, self._client)
+        emit = emitter(spec, self._client, self._index)
+        reducer = create_reducer(load_class(spec, "reducer"), spec.reducer.config, worker, self._client, emit)
         return ReduceStage(
             reducer,
             self._client,

@@ -41,6 +41,7 @@ FLOORS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("mapper", "ingest, map, GetRows, trim"),
             ("mapper.spill", "stragglers"),
             ("preflight", "checks before the start"),
+            ("reducer.outputs", "queue"),
             ("mapper.readers", "queue, folder"),
             ("mapper.window", "window, bucket"),
         ),

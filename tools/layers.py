@@ -44,6 +44,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("user_code", ("shuffle.user_code",)),
     ("mapper.window", tuple(f"shuffle.mapper.{name}" for name in ("window", "entry_life", "bucket", "rows", "reader"))),
     ("mapper.readers", ("shuffle.mapper.readers",)),
+    ("reducer.outputs", ("shuffle.reducer.outputs",)),
     ("preflight", ("shuffle.preflight",)),
     ("mapper.spill", ("shuffle.mapper.spill",)),
     ("mapper", ("shuffle.mapper",)),

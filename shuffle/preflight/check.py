@@ -1,7 +1,7 @@
 """The checks of a spec that need the store, made before any worker starts.
 
 1. The user's classes can be imported and are subclasses of ``Mapper`` and ``Reducer``.
-2. The input exists; there is one mapper for each of its partitions.
+2. The input exists; there is one mapper for each of its partitions. The output, if there is one, can take rows.
 3. The processor's own tables exist, or are created.
 4. The input queue has no other consumer, and nothing of it was trimmed before this processor could read it.
 5. The state in them was made by the same processor: its *fingerprint* in ``<processor>/meta``.
@@ -26,6 +26,7 @@ from shuffle.errors import SpecError
 from shuffle.mapper.reader import Input
 from shuffle.mapper.readers.opening import mistakes_located, open_input
 from shuffle.preflight.fingerprint import check_fingerprint
+from shuffle.reducer.outputs.opening import check_output
 from shuffle.spec.config import ProcessorSpec
 from shuffle.statestore.client.queue_consumers import create_consumers_table
 from shuffle.user_code.load import load_class
@@ -52,10 +53,16 @@ def check_against_store(
             classes[role] = load_class(spec, role)
         except SpecError as error:
             mistakes.append(error.message)
+    consumed: str | None = None
     with ExitStack() as closing:
         try:  # 2
             opened = closing.enter_context(open_input(spec, client))
             mapper_count = count_partitions(spec, opened)
+            consumed = opened.consumes
+        except SpecError as error:
+            mistakes.append(error.message)
+        try:
+            check_output(spec, client, consumed)
         except SpecError as error:
             mistakes.append(error.message)
         if mistakes:

@@ -31,9 +31,10 @@ from shuffle.errors import BadInput, CommitConflict, ShuffleError, SpecError, Us
 from shuffle.ids import new_guid
 from shuffle.limits import MIB
 from shuffle.preflight.check import count_mappers
+from shuffle.reducer.outputs.opening import emitter
 from shuffle.spec.config import ProcessorSpec
 from shuffle.support.logs import get_logger
-from shuffle.user_code.create import create
+from shuffle.user_code.create import create_reducer
 from shuffle.user_code.load import load_class
 from shuffle.user_code.poison import (
     DEAD_LETTER_SCHEMA,
@@ -314,8 +315,9 @@ class Replay:
                 spec.reducer.count,
                 spec.max_parallelism,
             )
-            self._reducers[index] = create(
-                load_class(spec, "reducer"), "reducer", spec.reducer.config, worker, self._client
+            emit = emitter(spec, self._client, index)
+            self._reducers[index] = create_reducer(
+                load_class(spec, "reducer"), spec.reducer.config, worker, self._client, emit
             )
         return self._reducers[index]
 

@@ -30,6 +30,7 @@ from shuffle.limits import (
 )
 from shuffle.spec.index_sets import PER_PROCESS_MAX
 from shuffle.spec.inputs import InputSpec
+from shuffle.spec.outputs import IS_INPUT, OutputSpec
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient
@@ -151,6 +152,8 @@ class ProcessorSpec:
     """The settings of the mappers: how they read, map and keep rows."""
     reducer: ReducerSpec
     """The settings of the reducers: how they fetch, reduce and commit."""
+    output: OutputSpec | None = None
+    """The output to which reducers emit rows with ``Reducer.emit``. Without it they may not emit any. Default: none."""
     spill: SpillSpec = field(default_factory=SpillSpec)
     """The settings for reducers that lag behind."""
     max_parallelism: int = KEY_GROUPS_DEFAULT
@@ -274,6 +277,11 @@ def relation_mistakes(spec: ProcessorSpec) -> list[tuple[str, str]]:
             "is also a dead letter queue: rows set aside would be read again for ever",
         ),
     ]
+    if spec.output is not None and spec.output.appends_to is not None:
+        key_path, queue = f"output.{spec.output.kind}", spec.output.appends_to
+        is_dead_letters = queue in (mapper.dead_letter_queue, reducer.dead_letter_queue)
+        dead_letters = "is also a dead letter queue, whose rows are of another form: emit to another one"
+        checks += [(queue != spec.input.consumes, key_path, IS_INPUT), (not is_dead_letters, key_path, dead_letters)]
     return [(key_path, what) for is_valid, key_path, what in checks if not is_valid]
 
 

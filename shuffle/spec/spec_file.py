@@ -17,6 +17,7 @@ from shuffle.errors import BadInput, SpecError
 from shuffle.limits import NAME_BYTES_MAX
 from shuffle.spec.config import RANGES, MapperSpec, ProcessorSpec, ReducerSpec, SpillSpec, relation_mistakes
 from shuffle.spec.inputs import KINDS, ClassInputSpec, InputSpec, Value, kinds_in_words
+from shuffle.spec.outputs import OutputKind, OutputSpec, kind_named
 from shuffle.spec.yaml_file import Node, compose_file, in_one_line
 from shuffle.support.endpoint import HOST_MAYBE_PORT, HOST_PORT
 from shuffle.support.suggest import did_you_mean
@@ -416,6 +417,21 @@ def _own_class_options(file: _File, key_path: str, node: Node) -> _ClassInput | 
     return _ClassInput(yaml.MappingNode(node.tag, known, node.start_mark, node.end_mark), options)
 
 
+def _output(file: _File, place: str, node: Node) -> OutputSpec | None:
+    """The description of the one kind of output that the section names."""
+    try:
+        kind = kind_named([str(key.value) for key, _ in node.value] if isinstance(node, yaml.MappingNode) else [])
+    except ValueError as error:
+        file.note(place, node, str(error))
+        return None
+    values = _output_section(kind)(file, place, node)
+    return None if values is None or file.mistakes else kind.spec(**values)
+
+
+def _output_section(*kinds: OutputKind) -> Reader:
+    return _section({key: _value(takes) for kind in kinds for key, takes in kind.values.items()}, ())
+
+
 _SPILL_SECTION = _section(_SPILL, ())
 
 
@@ -434,6 +450,7 @@ _SPEC = _section(
         "input": _input,
         "mapper": _section(_MAPPER, ("class_name",)),
         "reducer": _section(_REDUCER, ("class_name", "count")),
+        "output": _output,
         "spill": _spill,
         "max_parallelism": _COUNT,
         "lease_ttl_ms": _DURATION,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from shuffle.api import WorkerSpec
+from shuffle.api import Emit, Reducer, WorkerSpec
 from shuffle.config_schema import check_config
 from shuffle.errors import SpecError, UserCodeError
 from shuffle.user_code.poison import is_transient, raised_at, reason_of
+
+if TYPE_CHECKING:
+    from shuffle.statestore import StateClient
 
 
 def create(
@@ -34,3 +37,12 @@ def create(
             worker=worker.index,
             reason=reason_of(error),
         ) from error
+
+
+def create_reducer(
+    cls: type[Reducer], config: Mapping[str, Any] | None, worker: WorkerSpec, state: StateClient, emit: Emit
+) -> Reducer:
+    """The user's reducer, with what its ``emit`` does: what the constructor is given stays as it always was."""
+    made: Reducer = create(cls, "reducer", config, worker, state)
+    made._shuffle_emit = emit
+    return made

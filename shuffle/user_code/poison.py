@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from shuffle.errors import UserCodeError
+from shuffle.errors import SpecError, UserCodeError
 from shuffle.support.retry import trouble_behind
 
 ATTEMPTS_MAX = 10_000
@@ -74,7 +74,7 @@ def locate_poison(
     """The rows of ``rows`` for which ``attempt`` raises when given alone, in their order.
 
     ``attempt`` must have no side effects: it is called with the same rows many times. Raises what ``attempt`` raised if
-    that is transient, and UserCodeError if no set of single rows explains the failure.
+    that is transient or a mistake in the spec, and UserCodeError if no set of single rows explains the failure.
     """
     bad_rows: list[PoisonRow] = []
     attempts = 0
@@ -95,7 +95,7 @@ def locate_poison(
         try:
             attempt(rows.slice(begin, end - begin))
         except Exception as error:
-            if is_transient(error):
+            if is_transient(error) or isinstance(error, SpecError):
                 raise
             whole = whole or error
             if end - begin == 1:

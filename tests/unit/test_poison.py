@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shuffle.errors import Expired, StoreUnavailable, UserCodeError
+from shuffle.errors import Expired, SpecError, StoreUnavailable, UserCodeError
 from shuffle.user_code.poison import (
     DEAD_LETTER_SCHEMA,
     REASON_CHARS_MAX,
@@ -87,6 +87,14 @@ def test_locate_poison_does_not_blame_a_row_when_the_store_is_away() -> None:
             raise RuntimeError("lookup failed") from error
 
     with pytest.raises(RuntimeError, match="lookup failed"):
+        locate_poison(numbers(4), attempt)
+
+
+def test_locate_poison_does_not_blame_a_row_for_a_mistake_in_the_spec() -> None:
+    def attempt(rows: pa.Table) -> None:
+        raise SpecError("output: is missing")
+
+    with pytest.raises(SpecError, match="output: is missing"):
         locate_poison(numbers(4), attempt)
 
 

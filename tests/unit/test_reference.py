@@ -182,7 +182,10 @@ def test_defaults_of_the_docstrings_are_those_of_the_code() -> None:
     for keys in spec.sections().values():
         for key in keys:
             section = {"": config.ProcessorSpec, "input": config.InputSpec, "mapper": config.MapperSpec}.get(
-                key.section, {"reducer": config.ReducerSpec, "spill": config.SpillSpec}.get(key.section)
+                key.section,
+                {"reducer": config.ReducerSpec, "output": config.OutputSpec, "spill": config.SpillSpec}.get(
+                    key.section
+                ),
             )
             assert section is not None
             docs = {name: doc for holder in spec.holders(section) for name, doc in text.attribute_docs(holder).items()}

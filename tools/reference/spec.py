@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shuffle.spec import config, inputs, spec_file
+from shuffle.spec import config, inputs, outputs, spec_file
 from shuffle.support import units
 from tools.reference import text
 
@@ -17,6 +17,7 @@ EXAMPLE_VALUES = {
     "processor": "activity",
     "state": "./activity.state",
     "input.queue": "logs",
+    "output.queue": "totals",
     "mapper.class": '"jobs:ParseLogs"',
     "reducer.class": '"jobs:CountByUser"',
     "reducer.count": "4",
@@ -82,14 +83,16 @@ def sections() -> dict[str, list[Key]]:
 
 
 def holders(inner: type[Any]) -> list[type[Any]]:
-    """The classes that hold the keys of a section; the section ``input`` has one for each kind of input."""
+    """The classes that hold the keys of a section; ``input`` and ``output`` have one for each kind."""
+    if inner is outputs.OutputSpec:
+        return [kind.spec for kind in outputs.KINDS.values()]
     return [kind.spec for kind in inputs.KINDS.values()] if inner is inputs.InputSpec else [inner]
 
 
 def _keys(section: str, holder: type[Any], reader: Any) -> list[Key]:
     made = _section_of(reader)
     docs = text.attribute_docs(holder)
-    hints = typing.get_type_hints(holder, vars(config) | vars(inputs) | {"Mapping": Mapping})
+    hints = typing.get_type_hints(holder, vars(config) | vars(inputs) | vars(outputs) | {"Mapping": Mapping})
     found = []
     for field in dataclasses.fields(holder):
         if field.name not in made["readers"]:
@@ -104,6 +107,7 @@ def _key(section: str, field: dataclasses.Field[Any], made: Mapping[str, Any], d
     reader = made["readers"][field.name]
     names = [name for name in made["known"] if spec_file._ALIASES.get(name, name) == field.name]
     names.sort(key=lambda name: name == field.name)  # ``memory`` before ``memory_bytes``
+    hint = next((part for part in typing.get_args(hint) if dataclasses.is_dataclass(part)), hint)
     inner: type | None = hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
     meaning, said = text.without_default(doc.partition(" YAML key:")[0] + _after_yaml_key(doc))
     needed = field.name in made["required"]
@@ -130,6 +134,8 @@ def _after_yaml_key(doc: str) -> str:
 
 def _section_of(reader: Any) -> Mapping[str, Any]:
     """The arguments that a reader of a section was made with: ``readers``, ``known`` keys and ``required`` keys."""
+    if reader is spec_file._output:  # Its section is made anew for each kind.
+        reader = spec_file._output_section(*outputs.KINDS.values())
     found = inspect.getclosurevars(reader)
     if "readers" in found.nonlocals:
         return found.nonlocals
@@ -178,8 +184,8 @@ def _default(section: str, field: dataclasses.Field[Any], reader: Any, said: str
     if needed:
         return "must be given"
     value = field.default
-    if section == "input" and value is dataclasses.MISSING:
-        return "none"  # It names a kind of input, and one of them is given.
+    if section in ("input", "output") and value is dataclasses.MISSING:
+        return "none"  # It names a kind, and one of them is given.
     if value is None or value is dataclasses.MISSING:
         return text.markdown(said) if said else "all as below" if value is dataclasses.MISSING else "none"
     if isinstance(value, bool):

@@ -1,0 +1,1 @@
+"""Outputs: where the rows go that the user's reducers emit."""

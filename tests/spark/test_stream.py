@@ -142,6 +142,7 @@ class DiesOnce(CountByUser):
         tx = super().reduce(rows)
         assert tx is not None
         tx.append("emitted", self.spec.index, rows)
+        self.emit(tx, rows)
         return tx
 
 
@@ -155,7 +156,9 @@ def test_reduce_stream_counts_exactly_once_over_killed_workers_and_mappers(
         "batch_rows_max": 2_000,
     }
     state.create_queue("emitted", schema=rows[0].schema, partitions=REDUCERS)
-    mappers = start_mappers(spec_of("reduced", "logs-reduced", **reducer), PARTITIONS)
+    state.create_queue("output", schema=rows[0].schema, partitions=REDUCERS)
+    spec = spec_of("reduced", "logs-reduced", **reducer) | {"output": {"queue": "output"}}
+    mappers = start_mappers(spec, PARTITIONS)
     to = {"state": system.address, "queue": "received", "partitions": "1"}
     query = reduce_stream(
         spark,
@@ -177,6 +180,8 @@ def test_reduce_stream_counts_exactly_once_over_killed_workers_and_mappers(
     wanted = wanted.filter(pc.is_valid(wanted["user"])).cast(received.schema)
     order = [(name, "ascending") for name in wanted.column_names]
     assert received.sort_by(order).equals(wanted.sort_by(order).combine_chunks())
+    output = [state.queue("output").read(p, 0, max_rows=ROWS)[0] for p in range(REDUCERS)]
+    assert pa.concat_tables(output).cast(received.schema).sort_by(order).equals(wanted.sort_by(order).combine_chunks())
     left = sum(end - begin for begin, end in state.queue("emitted").bounds())
     assert left < wanted.num_rows, "what was handed over is trimmed"
     with pytest.raises(PySparkException, match="the queue 'received' has 1 partitions and the processor 3 reducers"):

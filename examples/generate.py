@@ -1,6 +1,6 @@
 """Fill a queue with activity logs.
 
-    python -m examples.generate --state DIR --queue logs --partitions 4 --rows N --seed S
+    python -m shuffle.examples.generate --state DIR --queue logs --partitions 4 --rows N --seed S
 
 Creates the queue if it is not there. The rows depend on the seed alone, so that a run can be repeated and checked.
 """
@@ -68,7 +68,9 @@ def progress_bar(console: Console) -> Progress:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m examples.generate", description="Fill a queue with activity logs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m shuffle.examples.generate", description="Fill a queue with activity logs."
+    )
     parser.add_argument("--state", required=True, help="a folder, or grpc://host:port of a state store")
     parser.add_argument("--queue", default="logs", help="the queue to append to (default: logs)")
     parser.add_argument("--partitions", type=int, default=4, help="partitions of a new queue (default: 4)")

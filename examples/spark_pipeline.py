@@ -1,6 +1,6 @@
 """The activity job with Spark around it: from JSON files to a table, and back into Spark.
 
-    python -m examples.spark_pipeline
+    python -m shuffle.examples.spark_pipeline
 
 The steps, in a temporary folder:
 
@@ -194,7 +194,7 @@ def pipeline(folder: Path, rows: int, seed: int) -> Difference:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m examples.spark_pipeline", description="The activity job with Spark around it, checked."
+        prog="python -m shuffle.examples.spark_pipeline", description="The activity job with Spark around it, checked."
     )
     parser.add_argument("--rows", type=int, default=ROWS_DEFAULT, help=f"log lines in all (default: {ROWS_DEFAULT:,})")
     parser.add_argument("--seed", type=int, default=1, help="equal seeds give equal log lines (default: 1)")

@@ -9,7 +9,7 @@ import pyarrow as pa
 from pyspark.sql import SparkSession
 
 from examples.local import LocalSystem
-from examples.spark_pipeline import Mappers
+from shuffle.examples.spark_pipeline import Mappers
 from shuffle.statestore import StateClient
 from tests.own_input import append_lines, write_example
 

@@ -60,6 +60,12 @@ quarter of the threads for everything else. One more returns the current members
 HEALTH_THREADS = 4
 """The threads for health checks alone, so that health is reported even while all other threads wait."""
 
+_HEALTH_NAMES = ("", SERVICE)
+"""The names under which health is reported."""
+
+_UNKNOWN_NAME = "unknown"
+"""Any other name, for gRPC's health service."""
+
 CALLS_MAX = 4096
 """The most calls that are handled, or wait for a thread, at once; gRPC refuses one more."""
 
@@ -179,7 +185,7 @@ class Health:
         self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def _set(self, status: int) -> None:
-        for name in ("", SERVICE):
+        for name in _HEALTH_NAMES:
             self._states.set(name, status)
 
     @property
@@ -187,26 +193,82 @@ class Health:
         def check(request: Any, context: Any) -> Any:
             return self._states.Check(request, context)
 
+        def watch(request: Any, context: Any, send: Any) -> Any:
+            # gRPC's health service has an entry for every name that was ever watched: all unknown ones share one.
+            name = request.service if request.service in _HEALTH_NAMES else _UNKNOWN_NAME
+            return self._states.Watch(health_pb2.HealthCheckRequest(service=name), WatchContext(context), send)
+
         # This is how gRPC learns which threads handle a method; a stream of ``Watch`` holds none of them.
         vars(check)["experimental_thread_pool"] = self._pool
+        vars(watch).update(experimental_thread_pool=self._pool, experimental_non_blocking=True)
         read, write = health_pb2.HealthCheckRequest.FromString, health_pb2.HealthCheckResponse.SerializeToString
         methods = {
             "Check": grpc.unary_unary_rpc_method_handler(check, read, write),
-            "Watch": grpc.unary_stream_rpc_method_handler(self._states.Watch, read, write),
+            "Watch": grpc.unary_stream_rpc_method_handler(watch, read, write),
         }
         return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
 
 
+class WatchContext:
+    """The context of a ``Watch`` for gRPC's health service, which uses nothing else of it.
+
+    A client may leave before the service asks to be told of it. gRPC then refuses the callback, and the service, which
+    does not look, would keep the call for good.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        if not self._context.add_callback(callback):
+            callback()
+        return True
+
+
+class _Unreadable:
+    """Stands for a request that is not a message of its type."""
+
+    def __init__(self, error: Exception) -> None:
+        self.reason = one_line(error)
+
+
 class _TypedErrors(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Errors leave as a status code and one JSON object, never as a traceback."""
+    """Errors leave as a status code and one JSON object, never as a traceback.
+
+    That includes requests that cannot be parsed. gRPC would end such a call twice (``_server._receive_message`` and
+    ``_unary_request``), and everything that belongs to it, some 20 KB, would never be freed.
+    """
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         handler = continuation(details)
-        if handler is None or not handler.unary_unary:
-            return handler
-        return grpc.unary_unary_rpc_method_handler(
-            _guarded(handler.unary_unary), handler.request_deserializer, handler.response_serializer
-        )
+        if handler is None:
+            return None
+        read, write = _reader(handler.request_deserializer), handler.response_serializer
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(_guarded(handler.unary_unary), read, write)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(_guarded(handler.unary_stream), read, write)
+        assert handler.stream_stream, f"{details.method}: nothing guards a call of this kind"
+        return grpc.stream_stream_rpc_method_handler(_guarded_stream(handler.stream_stream), read, write)
+
+
+def _reader(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """``read`` that raises nothing, and returns ``_Unreadable`` instead."""
+
+    def try_read(data: bytes) -> Any:
+        try:
+            return read(data)
+        except Exception as error:
+            return _Unreadable(error)
+
+    return try_read
+
+
+def _readable(request: Any) -> Any:
+    """``request``; raises ``BadInput`` when it is unreadable."""
+    if isinstance(request, _Unreadable):
+        raise BadInput(f"not a request that this method understands: {request.reason}")
+    return request
 
 
 def _checked(name: str, fields: tuple[Field, ...], method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -219,19 +281,41 @@ def _checked(name: str, fields: tuple[Field, ...], method: Callable[[Any, Any], 
     return call
 
 
-def _guarded(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
     """``method`` with every exception turned into a status code and one JSON object."""
 
     @functools.wraps(method)
-    def call(request: Any, context: Any) -> Any:
+    def call(request: Any, context: Any, *send: Any) -> Any:
         try:
-            return method(request, context)
+            return method(_readable(request), context, *send)
         except Exception as raised:
-            error = raised if isinstance(raised, ShuffleError) else ShuffleError(one_line(raised))
-        codes = (code for error_type, code in _STATUS_CODES if isinstance(error, error_type))
-        return context.abort(next(codes, grpc.StatusCode.INTERNAL), short_wire(error))
+            error = raised
+        return _abort(context, error)
 
     return call
+
+
+def _guarded_stream(method: Callable[[Iterator[Any], Any], Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """As ``_guarded``, for a method with a stream of requests, which raises while it is iterated."""
+
+    @functools.wraps(method)
+    def call(requests: Iterator[Any], context: Any) -> Iterator[Any]:
+        try:
+            yield from method(map(_readable, requests), context)
+            return
+        except grpc.RpcError:
+            raise  # The client has left.
+        except Exception as raised:
+            error = raised
+        _abort(context, error)
+
+    return call
+
+
+def _abort(context: Any, raised: Exception) -> Any:
+    error = raised if isinstance(raised, ShuffleError) else ShuffleError(one_line(raised))
+    codes = (code for error_type, code in _STATUS_CODES if isinstance(error, error_type))
+    return context.abort(next(codes, grpc.StatusCode.INTERNAL), short_wire(error))
 
 
 class FlightActions:
@@ -246,7 +330,7 @@ class FlightActions:
     @property
     def handler(self) -> grpc.GenericRpcHandler:
         action = grpc.unary_stream_rpc_method_handler(
-            _guarded(self._act), pb.FlightAction.FromString, pb.FlightResult.SerializeToString
+            self._act, pb.FlightAction.FromString, pb.FlightResult.SerializeToString
         )
         return grpc.method_handlers_generic_handler(FLIGHT_SERVICE, {"DoAction": action})
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+
+from shuffle.errors import ShuffleError
+from shuffle.statestore.codec.segment import decode_batch, file_header_bytes, split_records
+from shuffle.statestore.wire.messages import Header
 from tests.fuzz.findings import Problem
 
 _TRACEBACK = b"Traceback (most recent"
@@ -31,6 +38,76 @@ def answer_problems(answer: bytes) -> list[Problem]:
     return problems
 
 
+# --- records of queues ---
+
+_QUEUE_OF_FILE = re.compile(r"(?:q|staged-)(\d+)-")
+_SCHEMA_AT = 16
+"""Where the schema begins in a segment file."""
+
+
+def has_records(told: Header) -> bool:
+    """Whether records of a queue follow this header of a response."""
+    return told.get("file") is not None and "bytes" in told
+
+
+def records_problems(told: Header, data: bytes, asked: Any) -> list[Problem]:
+    """Of the records of a queue that came back: anything in ``data`` that is not a whole record of the right queue.
+
+    ``told`` is the header of the response, and ``asked`` that of the request, or None where it is not known.
+    """
+    return [Problem("leak", f"{why}; the store says {told}") for why in _wrong_records(told, data, asked)]
+
+
+def _wrong_records(told: Header, data: bytes, asked: Any) -> Iterator[str]:
+    file, offset = told["file"], told["offset"]
+    if len(data) != told["bytes"]:
+        yield f"{len(data)} bytes of records, not {told['bytes']}"
+        return
+    schema = pa.schema([])  # Any batch can be read with it. The file may be gone by now, if its rows were trimmed.
+    try:
+        with open(file, "rb") as segment:
+            header = segment.read(file_header_bytes(memoryview(segment.read(_SCHEMA_AT)), file) - _SCHEMA_AT)
+            schema = pa.ipc.read_schema(pa.py_buffer(header))
+            segment.seek(offset)
+            if segment.read(len(data)) != data:
+                yield "other bytes than the file has there"
+    except FileNotFoundError:
+        pass
+    ends: list[int] = []
+    rows: list[tuple[int, int]] = []
+    try:
+        for record in split_records(pa.py_buffer(data), file, offset):
+            head, batch = decode_batch(record, schema, file, offset)
+            batch.validate(full=True)
+            first = told["segment"] + head.first_row
+            rows.append((first, first + head.rows))
+            ends.append(record.size + (ends[-1] if ends else 0))
+    except (ShuffleError, pa.ArrowException) as error:
+        yield f"no whole and valid records: {error}"
+        return
+    positions = [position for both in rows for position in both]
+    if not rows or positions[1:-1:2] != positions[2::2] or positions[-1] != told["end"]:
+        yield f"records of the rows {rows[:20]}"
+    elif isinstance(asked, dict) and all(type(asked.get(name)) is int for name in ("queue", "begin", "rows", "bytes")):
+        yield from _not_asked_for(asked, file, rows, ends)
+
+
+def _not_asked_for(asked: Header, file: str, rows: list[tuple[int, int]], ends: list[int]) -> Iterator[str]:
+    begin = asked["begin"]
+    found = _QUEUE_OF_FILE.match(Path(file).name)
+    if found is None or int(found.group(1)) != asked["queue"]:
+        yield f"records of another queue than {asked['queue']}"
+    if not rows[0][0] <= begin < rows[0][1]:
+        yield f"records from row {rows[0][0]} on, not from that of row {begin}"
+    if rows[-1][0] >= begin + asked["rows"]:
+        yield f"records up to row {rows[-1][1]}, and {asked['rows']} rows from {begin} on were asked for"
+    if len(ends) > 1 and ends[-1] > asked["bytes"]:
+        yield f"{len(ends)} records of {ends[-1]} bytes, and {asked['bytes']} were asked for"
+
+
+# --- resources ---
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What a process holds."""
@@ -41,11 +118,16 @@ class Usage:
 
 
 def usage_of(pid: int) -> Usage | None:
-    """None when it is gone."""
+    """None when it is gone.
+
+    Pages of mapped files are not counted: code, and segments while they are sent. They are the system's cache, which
+    it takes back when it needs them, and how many of them a process has touched says nothing about what it holds.
+    """
     try:
-        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        resident = sum(int(status[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
         return Usage(resident, len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd")))
-    except OSError:
+    except (OSError, KeyError):  # What has ended and was not waited for has no memory.
         return None
 
 

@@ -207,13 +207,13 @@ class Runner:
                 Finding(target_of(number), max(number - CLEAN_EVERY, 0), number, problem.kind, problem.what, "")
             )
         world.clear_tables()
+        world.close_sessions()
 
     def _end(self, world: World, numbers: list[int], usages: dict[str, Usage], files: int, with_job: bool) -> None:
         """What must be as it was when all clients have left."""
         first, last = numbers[0], numbers[-1]
         try:
             self._clean(world, last)
-            world.close_sessions()
         except ShuffleError as error:
             self._found(Finding("store", first, last, "hang", f"at the end: {error}", ""))
             return

@@ -118,6 +118,8 @@ class World:
         self._canaries = 0
         self._canary_known = True
         self.restarts = 0
+        self.epoch = 0
+        """Another one when connections and sessions of the attackers are no more, and have to be opened again."""
         self._repaired_s = 0.0
         self._sessions: list[int] = []
 
@@ -371,6 +373,12 @@ class World:
         return sessions[1]
 
     def close_sessions(self) -> None:
+        """Release what the attackers hold. Each opens another session with its next input.
+
+        As long as they hold a read view, the store remembers the keys of every commit since, rightly, and its memory
+        grows: what is not released over a whole run looks like a leak, and hides one.
+        """
+        self.epoch += 1
         control = flight.connect(self.address)
         try:
             for session in self._sessions:
@@ -387,6 +395,7 @@ class World:
         """Start again what died, and clear what was spoiled."""
         if not self.store.running or not self._answers():
             self.restarts += 1
+            self.epoch += 1
             listen = self.store.listen
             if self.store.running:
                 self.store.kill()

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pyarrow as pa
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shuffle.errors import BadInput, Expired, StoreUnavailable
+from shuffle.errors import BadInput, Expired, StoreUnavailable, from_wire
 from shuffle.statestore import StateClient
 from shuffle.statestore.remote.control_client import ControlClient
 from shuffle.statestore.remote.remote import RemoteStore
+from shuffle.statestore.server.control_server import WatchContext
+from shuffle.statestore.server.daemon import StoreDaemon
 from shuffle.statestore.wire.proto import control_pb2 as pb
 from shuffle.statestore.wire.proto import control_pb2_grpc
-from tests.daemons import StoreProcess
+from tests.daemons import StoreProcess, wait_until
 
 TIMEOUT_S = 10.0
 LEASE_ID_MAX = 2**64 - 1
@@ -108,3 +111,67 @@ def test_shared_snapshot_outlives_everybody_who_has_read_at_it(tmp_path: Path) -
             time.sleep(0.5)
             with other.snapshot_at(token) as snapshot:
                 assert snapshot.scan("t").read_all().num_rows == 0
+
+
+# --- calls that are over ---
+
+CALLS = 40
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreDaemon]:
+    """A daemon in this process, whose objects can be counted."""
+    made = StoreDaemon(str(tmp_path_factory.mktemp("near") / "state"), "127.0.0.1:0", lambda error: None)
+    yield made
+    made.close()
+
+
+def calls_kept() -> int:
+    gc.collect()
+    return sum(str(type(found)) == "<class 'grpc._server._RPCState'>" for found in gc.get_objects())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "/statestore.v1.Control/Info",
+        "/arrow.flight.protocol.FlightService/DoAction",
+        "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/Watch",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ],
+)
+def test_request_that_is_no_message_is_refused_and_its_call_is_not_kept(near: StoreDaemon, method: str) -> None:
+    with grpc.insecure_channel(near.address.removeprefix("grpc://")) as channel:
+        for _ in range(CALLS):
+            with pytest.raises(grpc.RpcError) as caught:
+                list(channel.unary_stream(method)(b"\xff\xff", timeout=10))
+            error = from_wire(caught.value.details())
+            assert isinstance(error, BadInput)
+            assert "not a request" in error.message
+        wait_until(lambda: not calls_kept(), "every call is freed")
+
+
+def test_watches_of_health_whose_clients_leave_at_once_are_not_kept(near: StoreDaemon) -> None:
+    with grpc.insecure_channel(near.address.removeprefix("grpc://")) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for number in range(CALLS):
+            call = stub.Watch(health_pb2.HealthCheckRequest(service=f"name {number}" if number % 2 else ""), timeout=10)
+            unknown, serving = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN, health_pb2.HealthCheckResponse.SERVING
+            assert next(call).status == (unknown if number % 2 else serving)
+            call.cancel()
+        wait_until(lambda: not calls_kept(), "every call is freed")
+    texts = [found for found in gc.get_objects() if isinstance(found, dict) and "name 1" in found]
+    assert not texts, "a name that a client has made up is kept"
+
+
+def test_watch_that_is_over_before_it_is_told_so_is_not_kept() -> None:
+    """As it happens when the client has left between the first response and the callback."""
+
+    class Over:
+        def add_callback(self, callback: Callable[[], None]) -> bool:
+            return False
+
+    told: list[None] = []
+    assert WatchContext(Over()).add_callback(lambda: told.append(None))
+    assert told == [None]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import random
 import struct
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from shuffle.statestore.codec.segment import encode_file_header, encode_record
 from shuffle.statestore.wire.lane_frames import decode_frame, encode_frame
 from tests.fuzz import arrow, children, mutate, oracles, plan
 from tests.fuzz.__main__ import parser
@@ -115,6 +119,88 @@ def test_growth_is_a_problem_beyond_what_is_allowed() -> None:
     assert not oracles.growth_problems("store", before, oracles.Usage(200, 11, 21))
     more = oracles.Usage(100 + oracles.GROWTH_BYTES_MAX + 1, 60, 400)
     assert len(oracles.growth_problems("store", before, more)) == 3
+
+
+def test_mapped_files_are_no_growth_and_memory_is(tmp_path: Path) -> None:
+    size_bytes = 32 * oracles.MIB
+    file = tmp_path / "segment"
+    file.write_bytes(b"x" * size_bytes)
+
+    def resident() -> int:
+        usage = oracles.usage_of(os.getpid())
+        assert usage is not None
+        return usage.resident_bytes
+
+    before = resident()
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert sum(mapped[at] for at in range(0, size_bytes, mmap.PAGESIZE))
+        assert resident() - before < size_bytes / 2
+    held = bytearray(b"x") * size_bytes
+    assert resident() - before > size_bytes / 2
+    del held
+
+
+# --- records of queues ---
+
+RECORD_ROWS = 3
+SEGMENT = 100
+"""The position of the segment's row 0."""
+
+
+class Records:
+    """A segment file with three records of three rows each, and the response that has all of them."""
+
+    def __init__(self, folder: Path) -> None:
+        header = encode_file_header(SCHEMA)
+        payload = pa.py_buffer(arrow.Message.of(batch()).encapsulated())
+        self.records = [b"".join(encode_record(at * RECORD_ROWS, RECORD_ROWS, payload)) for at in range(3)]
+        self.data = b"".join(self.records)
+        self.file = folder / "q8-p0-100-1.seg"
+        self.file.write_bytes(header + self.data + b"torn")
+        self.told: dict[str, Any] = {"file": str(self.file), "offset": len(header), "segment": SEGMENT}
+        self.told |= {"end": SEGMENT + 9, "bytes": len(self.data)}
+        self.asked: dict[str, Any] = {"op": "read", "queue": 8, "partition": 0, "begin": SEGMENT + 1}
+        self.asked |= {"rows": 100, "bytes": 65536, "wait_ms": 0}
+
+    def problems(self, data: bytes, told: dict[str, Any] | None = None, **asked: Any) -> list[str]:
+        told = {**self.told, "bytes": len(data), **(told or {})}
+        found = oracles.records_problems(told, data, {**self.asked, **asked})
+        assert all(problem.kind == "leak" for problem in found)
+        return [problem.what for problem in found]
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    return Records(tmp_path)
+
+
+def test_whole_records_of_the_queue_are_no_leak(records: Records) -> None:
+    assert oracles.has_records(records.told)
+    assert not records.problems(records.data)
+    assert not records.problems(records.records[0], {"end": SEGMENT + 3}, bytes=1)  # One record more than was asked.
+    assert not oracles.records_problems(records.told, records.data, None)
+    records.file.unlink()  # Trimmed since.
+    assert not records.problems(records.data)
+
+
+def test_bytes_that_are_no_records_of_the_queue_are_a_leak(records: Records) -> None:
+    data = records.data
+    flipped = data[:-1] + bytes([data[-1] ^ 1])
+    assert any("other bytes" in what for what in records.problems(flipped))
+    records.file.unlink()
+    for wrong in (flipped, data[:-8], data + b"memory of the store", b"", data[8:]):
+        assert records.problems(wrong), wrong
+    assert records.problems(data, {"bytes": len(data) - 1})
+    assert records.problems(records.records[0] + records.records[2])  # One is missing between them.
+
+
+def test_records_that_were_not_asked_for_are_a_leak(records: Records) -> None:
+    assert records.problems(records.data, {"end": SEGMENT + 8})
+    assert records.problems(records.data, queue=7)
+    assert records.problems(records.data, begin=SEGMENT + 3)
+    assert records.problems(records.data, rows=5)
+    assert not records.problems(records.data, rows=6)
+    assert records.problems(records.data, bytes=len(records.data) - 1)
 
 
 # --- what is found, and what is said about it ---

@@ -36,11 +36,11 @@ class ControlTarget:
     def __init__(self, world: World) -> None:
         self._world = world
         self._channel: Any = None
-        self._restarts = -1
+        self._epoch = -1
         self._session = self._lease = 0
 
     def run(self, number: int, chance: random.Random) -> Outcome:
-        if self._restarts != self._world.restarts:
+        if self._epoch != self._world.epoch:
             self._forget()
         kind = chance.randrange(10)
         if kind <= 5:
@@ -162,7 +162,7 @@ class ControlTarget:
 
     def _forget(self) -> None:
         self.close()
-        self._restarts = self._world.restarts
+        self._epoch = self._world.epoch
         self._channel = calls.channel_to(self._world.address)
         self._session = self._world.open_session()
 

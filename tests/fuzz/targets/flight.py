@@ -14,7 +14,7 @@ from tests.fuzz import arrow, calls
 from tests.fuzz.calls import FLIGHT, Exchange, Reply
 from tests.fuzz.findings import Outcome, Problem
 from tests.fuzz.mutate import as_read, changed, damaged, to_json
-from tests.fuzz.oracles import answer_problems
+from tests.fuzz.oracles import answer_problems, has_records, records_problems
 from tests.fuzz.targets.base import STAGED_MS, LaneRows, Questions, bounded
 from tests.fuzz.targets.lane import LONG_WAIT_S, VALUE_BYTES_MAX, appended_problems
 from tests.fuzz.world import ANSWER_S_MAX, FUZZ_QUEUE, World
@@ -38,8 +38,8 @@ METHODS = (
     "Nothing",
 )
 
-RECORDS_BYTES_MAX = 32 << 20
-"""The records of a queue are one value, and no response has more bytes of them than this."""
+_DAMAGED_PIECE = 4
+"""Of the pieces of an odd stream: the one whose header may say anything."""
 
 WAIT_MS_TAKEN = 100
 """A read that waits longer is left."""
@@ -54,10 +54,10 @@ class FlightTarget:
         self._channel: Any = None
         self._exchange: Exchange | None = None
         self._asked = 0
-        self._restarts = -1
+        self._epoch = -1
 
     def run(self, number: int, chance: random.Random) -> Outcome:
-        if self._restarts != self._world.restarts:
+        if self._epoch != self._world.epoch:
             self._forget()
         kind = chance.randrange(20)
         if kind <= 8:
@@ -144,11 +144,12 @@ class FlightTarget:
             order.pop(0)
         for piece in order:
             exchange.send(pieces[piece])
+        asked = None if _DAMAGED_PIECE in order else header
         shown = f"exchange {command!r}: pieces {order} of {bounded(header)}"
         if chance.random() < 0.3:
             exchange.end(abruptly=True)
             return Outcome("left", shown=shown)
-        return self._judged(exchange.drained(), None, None, shown)
+        return self._judged(exchange.drained(), None, None, shown, asked)
 
     def _other_call(self, chance: random.Random) -> Outcome:
         """Calls that the store does not serve, or on its other port."""
@@ -188,7 +189,8 @@ class FlightTarget:
         self._end()
         return self._judged(reply, None, None, shown)
 
-    def _judged(self, reply: Reply, header: Any, rows: LaneRows | None, shown: str) -> Outcome:
+    def _judged(self, reply: Reply, header: Any, rows: LaneRows | None, shown: str, asked: Any = None) -> Outcome:
+        """``asked`` is the header of every request of a stream, where ``header`` is not that of the only one."""
         problems = self._questions.unasked(answer_problems(reply.all_bytes), header)
         if reply.code not in ("", "OK", "LEFT"):
             return calls.refused(reply, problems, shown, may_wait=False, timeout_s=ANSWER_S_MAX)
@@ -202,8 +204,7 @@ class FlightTarget:
                 if result == "internal":
                     problems.append(Problem("untyped", error["message"][:200]))
                 continue
-            is_read = isinstance(header, dict) and header.get("op") == "read"
-            problems += _leaks(message, RECORDS_BYTES_MAX if is_read else VALUE_BYTES_MAX)
+            problems += _leaks(message, told, header or asked)
             if isinstance(header, dict):
                 problems += self._accepted(header, rows, told)
         return Outcome(result, problems, result in calls.SUSPICIOUS, shown)
@@ -239,7 +240,7 @@ class FlightTarget:
 
     def _forget(self) -> None:
         self.close()
-        self._restarts = self._world.restarts
+        self._epoch = self._world.epoch
         self._channel = calls.channel_to(self._world.places.flight)
         self._questions.session = self._world.open_session()
         self._questions.views.clear()
@@ -261,8 +262,8 @@ def _has_dictionary(schema: pa.Schema) -> bool:
     return any(pa.types.is_dictionary(column.type) for column in schema)
 
 
-def _leaks(message: bytes, bytes_max: int) -> list[Problem]:
-    """Rows of an answer that cannot be: larger than anything ever written, or lying themselves."""
+def _leaks(message: bytes, told: Header, asked: Any) -> list[Problem]:
+    """Rows of a response that cannot be: lying themselves, larger than any value, or no records of the queue."""
     head, _, body = calls.parts_of(message)
     if not head or not body:
         return []
@@ -271,9 +272,12 @@ def _leaks(message: bytes, bytes_max: int) -> list[Problem]:
         batch.validate(full=True)
     except (pa.ArrowException, OSError):
         return [Problem("leak", "an answer with a batch that lies")]
-    longest = max(
-        (len(value) for column in batch.columns for value in column.to_pylist() if value is not None), default=0
-    )
-    if longest <= bytes_max:
+    keys, values = (column.to_pylist() for column in batch.columns)
+    if has_records(told):
+        if keys != [None] or len(values) != 1 or values[0] is None:
+            return [Problem("leak", f"records of a queue as {len(values)} values with {len(keys)} keys")]
+        return records_problems(told, values[0], asked)
+    longest = max((len(value) for value in (*keys, *values) if value is not None), default=0)
+    if longest <= VALUE_BYTES_MAX:
         return []
     return [Problem("leak", f"a value of {longest} bytes, and none so large was ever written")]

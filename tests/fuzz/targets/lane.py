@@ -17,7 +17,7 @@ from shuffle.statestore.wire.messages import Header
 from tests.fuzz import arrow, calls
 from tests.fuzz.findings import Outcome, Problem
 from tests.fuzz.mutate import INTEGERS, as_read, changed, damaged, to_json
-from tests.fuzz.oracles import answer_problems
+from tests.fuzz.oracles import answer_problems, has_records, records_problems
 from tests.fuzz.targets.base import LaneRows, Questions, bounded
 from tests.fuzz.world import ANSWER_S_MAX, FUZZ_QUEUE, LARGE_ROWS, World
 
@@ -88,10 +88,10 @@ class LaneTarget:
         self._lingering: list[Connection] = []
         self._sent: set[Any] = {None}
         """Every value that was ever sent."""
-        self._restarts = -1
+        self._epoch = -1
 
     def run(self, number: int, chance: random.Random) -> Outcome:
-        if self._restarts != self._world.restarts:
+        if self._epoch != self._world.epoch:
             self._forget()
         self._far = chance.random() < 0.3
         kind = chance.randrange(20)
@@ -265,6 +265,8 @@ class LaneTarget:
             return Outcome(code, problems, code in calls.SUSPICIOUS, shown)
         if isinstance(header, dict):
             problems += self._accepted(header, rows, told)
+        if has_records(told):
+            problems += records_problems(told, following, header)
         if found is not None:
             problems += [
                 Problem("leak", f"a value of {len(value)} bytes, and none so large was ever written")
@@ -310,7 +312,7 @@ class LaneTarget:
             self._connection = None
 
     def _forget(self) -> None:
-        self._restarts = self._world.restarts
+        self._epoch = self._world.epoch
         self._drop()
         self._questions.session = self._world.open_session()
         self._questions.views.clear()

@@ -63,9 +63,6 @@ HEALTH_THREADS = 4
 _HEALTH_NAMES = ("", SERVICE)
 """The names under which health is reported."""
 
-_UNKNOWN_NAME = "unknown"
-"""Any other name, for gRPC's health service."""
-
 CALLS_MAX = 4096
 """The most calls that are handled, or wait for a thread, at once; gRPC refuses one more."""
 
@@ -173,30 +170,62 @@ def _members_reply(revision: int, members: list[Any]) -> pb.MembersReply:
 
 
 class Health:
-    """The standard health service, on threads of its own."""
+    """The standard health service, on threads of its own.
+
+    gRPC's own one holds a lock while it waits for a message of ``Watch`` to be sent. Only gRPC's serving thread notices
+    that it was, and it takes the same lock for each client that has left: together they stop the whole control plane.
+    """
 
     def __init__(self) -> None:
         self._pool = futures.ThreadPoolExecutor(HEALTH_THREADS, thread_name_prefix="health")
-        self._states = health.HealthServicer(experimental_thread_pool=self._pool)
-        self._set(health_pb2.HealthCheckResponse.SERVING)
+        self._status: int = health_pb2.HealthCheckResponse.SERVING
+        self._watches: set[_HealthWatch] = set()
+        self._lock = threading.Lock()
+        """Held for changes of the set alone, never while something is sent."""
 
     def turn_off(self) -> None:
         """Report ``NOT_SERVING``, so that whoever depends on this process stops using it."""
-        self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._status = health_pb2.HealthCheckResponse.NOT_SERVING
+        with self._lock:
+            watches = list(self._watches)
+        for watch in watches:
+            self._pool.submit(watch.send, self._response)
 
-    def _set(self, status: int) -> None:
-        for name in _HEALTH_NAMES:
-            self._states.set(name, status)
+    def _response(self) -> Any:
+        return health_pb2.HealthCheckResponse(status=self._status)
+
+    def _check(self, request: Any, context: Any) -> Any:
+        if request.service in _HEALTH_NAMES:
+            return self._response()
+        context.set_code(grpc.StatusCode.NOT_FOUND)
+        return health_pb2.HealthCheckResponse()
+
+    def _watch(self, request: Any, context: Any, send: Callable[[Any], None]) -> None:
+        """Send the status now, and again when it changes. The stream stays open until its client leaves."""
+        if request.service not in _HEALTH_NAMES:
+            return send(health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVICE_UNKNOWN))
+        watch = _HealthWatch(send)
+        with self._lock:
+            self._watches.add(watch)
+        if not context.add_callback(lambda: self._leave(watch)):
+            return self._leave(watch)  # The client has left already, and gRPC will not call back.
+        return watch.send(self._response)
+
+    def _leave(self, watch: _HealthWatch) -> None:
+        with self._lock:
+            self._watches.discard(watch)
+
+    @property
+    def watch_count(self) -> int:
+        return len(self._watches)
 
     @property
     def handler(self) -> grpc.GenericRpcHandler:
         def check(request: Any, context: Any) -> Any:
-            return self._states.Check(request, context)
+            return self._check(request, context)
 
-        def watch(request: Any, context: Any, send: Any) -> Any:
-            # gRPC's health service has an entry for every name that was ever watched: all unknown ones share one.
-            name = request.service if request.service in _HEALTH_NAMES else _UNKNOWN_NAME
-            return self._states.Watch(health_pb2.HealthCheckRequest(service=name), WatchContext(context), send)
+        def watch(request: Any, context: Any, send: Any) -> None:
+            self._watch(request, context, send)
 
         # This is how gRPC learns which threads handle a method; a stream of ``Watch`` holds none of them.
         vars(check)["experimental_thread_pool"] = self._pool
@@ -209,20 +238,17 @@ class Health:
         return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
 
 
-class WatchContext:
-    """The context of a ``Watch`` for gRPC's health service, which uses nothing else of it.
+class _HealthWatch:
+    """A client that watches health."""
 
-    A client may leave before the service asks to be told of it. gRPC then refuses the callback, and the service, which
-    does not look, would keep the call for good.
-    """
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        """Held while a message is sent: the status is read under it, so that the newest is sent last."""
 
-    def __init__(self, context: Any) -> None:
-        self._context = context
-
-    def add_callback(self, callback: Callable[[], None]) -> bool:
-        if not self._context.add_callback(callback):
-            callback()
-        return True
+    def send(self, response: Callable[[], Any]) -> None:
+        with self._lock:
+            self._send(response())
 
 
 class _Unreadable:

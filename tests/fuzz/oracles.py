@@ -137,9 +137,9 @@ def file_count(folder: Path) -> int:
 
 MIB = 1024 * 1024
 
-GROWTH_BYTES_MAX = 64 * MIB
+GROWTH_BYTES_MAX = 48 * MIB
 """Of one process between the end of the warm-up and the end, without what RocksDB says that it holds: the allocators of
-Arrow and Python keep what the largest input made them take."""
+Arrow and Python keep what the largest input made them take. That is up to 25 MB of the store, and levels off."""
 
 GROWTH_THREADS_MAX = 24
 """The pools of gRPC and Flight have as many threads as there were ever calls at once, and do not shrink. A ``Watch``

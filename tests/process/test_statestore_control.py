@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from shuffle.errors import BadInput, Expired, StoreUnavailable, from_wire
 from shuffle.statestore import StateClient
 from shuffle.statestore.remote.control_client import ControlClient
 from shuffle.statestore.remote.remote import RemoteStore
-from shuffle.statestore.server.control_server import WatchContext
+from shuffle.statestore.server.control_server import Health
 from shuffle.statestore.server.daemon import StoreDaemon
 from shuffle.statestore.wire.proto import control_pb2 as pb
 from shuffle.statestore.wire.proto import control_pb2_grpc
@@ -116,6 +117,8 @@ def test_shared_snapshot_outlives_everybody_who_has_read_at_it(tmp_path: Path) -
 # --- calls that are over ---
 
 CALLS = 40
+WATCHES = 100
+OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 
 @pytest.fixture(scope="module")
@@ -153,11 +156,11 @@ def test_request_that_is_no_message_is_refused_and_its_call_is_not_kept(near: St
 
 
 def test_watches_of_health_whose_clients_leave_at_once_are_not_kept(near: StoreDaemon) -> None:
+    unknown, serving = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN, health_pb2.HealthCheckResponse.SERVING
     with grpc.insecure_channel(near.address.removeprefix("grpc://")) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
-        for number in range(CALLS):
+        for number in range(WATCHES):
             call = stub.Watch(health_pb2.HealthCheckRequest(service=f"name {number}" if number % 2 else ""), timeout=10)
-            unknown, serving = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN, health_pb2.HealthCheckResponse.SERVING
             assert next(call).status == (unknown if number % 2 else serving)
             call.cancel()
         wait_until(lambda: not calls_kept(), "every call is freed")
@@ -165,13 +168,46 @@ def test_watches_of_health_whose_clients_leave_at_once_are_not_kept(near: StoreD
     assert not texts, "a name that a client has made up is kept"
 
 
-def test_watch_that_is_over_before_it_is_told_so_is_not_kept() -> None:
-    """As it happens when the client has left between the first response and the callback."""
+def test_watches_of_health_that_come_and_go_do_not_stop_the_control_plane(near: StoreDaemon) -> None:
+    """A client that leaves while another is being answered: gRPC's own health service stops for ever then."""
 
-    class Over:
-        def add_callback(self, callback: Callable[[], None]) -> bool:
-            return False
+    def come_and_go() -> None:
+        with grpc.insecure_channel(near.address.removeprefix("grpc://"), OWN_CONNECTION) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            for _ in range(WATCHES):
+                call = stub.Watch(health_pb2.HealthCheckRequest(), timeout=10)
+                assert next(call).status == health_pb2.HealthCheckResponse.SERVING
+                call.cancel()
 
-    told: list[None] = []
-    assert WatchContext(Over()).add_callback(lambda: told.append(None))
-    assert told == [None]
+    with futures.ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(come_and_go) for _ in range(4)]:
+            done.result()
+    wait_until(lambda: not calls_kept(), "every call is freed")
+
+
+class Gone:
+    """The context of a call whose client has left between its request and the callback."""
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        return False
+
+
+def test_watch_whose_client_has_left_is_not_kept() -> None:
+    health = Health()
+    sent: list[Any] = []
+    health._watch(health_pb2.HealthCheckRequest(), Gone(), sent.append)
+    assert (health.watch_count, sent) == (0, [])
+
+
+def test_watch_of_health_is_told_when_it_is_turned_off(tmp_path: Path) -> None:
+    made = StoreDaemon(str(tmp_path / "state"), "127.0.0.1:0", lambda error: None)
+    try:
+        with grpc.insecure_channel(made.address.removeprefix("grpc://")) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            call = stub.Watch(health_pb2.HealthCheckRequest(service="statestore.v1.Control"), timeout=10)
+            assert next(call).status == health_pb2.HealthCheckResponse.SERVING
+            made._health.turn_off()
+            assert next(call).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            call.cancel()
+    finally:
+        made.close()

@@ -54,8 +54,8 @@ requests that may be repeated are sent again."""
 WAIT_MS_MAX = 60_000
 """The most milliseconds of one long poll. A client that wants to wait longer repeats the request."""
 
-STAGED_TTL_MS_MAX = 30 * 24 * 3_600_000
-"""The longest time to live of staged rows, in milliseconds (30 days). Rows that were not published by then were
+STAGED_TTL_MS_MAX = 7 * 24 * 3_600_000
+"""The longest time to live of staged rows, in milliseconds (a week). Rows that were not published by then were
 forgotten, and only take up disk space."""
 
 NAME_BYTES_MAX = 255

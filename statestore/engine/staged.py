@@ -13,11 +13,9 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from shuffle.errors import BadInput, CorruptData, DiskFull, Expired, TooLarge
+from shuffle.limits import STAGED_TTL_MS_MAX
 from shuffle.statestore.codec.segment import RecordIndex, decode_head, encode_record
 from shuffle.statestore.engine.storage import Segments
-
-STAGED_TTL_MS_MAX = 7 * 24 * 3_600_000
-"""The longest time in milliseconds that staged rows may wait to be published: one week."""
 
 STAGED_MAX = 20_000
 """The most staged appends that may wait at once. Each is a file; a batch of 300 GB from Spark has half as many."""

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from shuffle.errors import BadInput, CorruptData, DiskFull, Expired, TooLarge
+from shuffle.limits import STAGED_TTL_MS_MAX
 from shuffle.statestore.codec.schema import QueueSchema
 from shuffle.statestore.engine import ordered_table, staged
-from shuffle.statestore.engine.staged import STAGED_TTL_MS_MAX
 from shuffle.statestore.local import segment_files
 from shuffle.statestore.request import Append, CommitRequest, Committed, CreateQueue, Publish, Trim
 from tests.engine_store import NUMBERS, Store, append, payload, write

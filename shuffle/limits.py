@@ -36,6 +36,11 @@ TRANSACTION_ROWS_MAX = 5_000_000
 """The most rows written by one transaction: at about a microsecond a row this keeps the store's one writer busy for
 seconds at most."""
 
+LOGGED_ROWS_MIN = 4096
+"""The least rows that one transaction writes to a table for the table to become logged: from then on its rows go to its
+changelog, as blocks, and not one by one to RocksDB. For fewer rows RocksDB is as good, and a table in RocksDB needs no
+memory."""
+
 TRANSACTION_APPENDS_MAX = 65_536
 """The most appends of one transaction: the positions of all of them are in the header of one response."""
 

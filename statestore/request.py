@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 
 from shuffle.errors import BadInput, SequenceError
 from shuffle.limits import NAME_BYTES_MAX
-from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of
+from shuffle.statestore.codec.arrow_bytes import Binary, bytes_of, to_list
+from shuffle.statestore.codec.row_block import BlockBody
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.codec.segment import validate_payload
 from shuffle.statestore.key_range import KeyRange
@@ -39,11 +41,17 @@ class TableWrite:
     keys: Binary
     values: Binary
     size_bytes: int = field(init=False)
-    pairs: Pairs | None = None
-    """The keys and values as lists, once they were checked to be rows of the table; None before."""
+    is_checked: bool = False
+    """True once the keys and values were checked to be rows of the table."""
+    body: BlockBody | None = None
+    """The rows as they are stored in a changelog, if they were encoded already."""
 
     def __post_init__(self) -> None:
         self.size_bytes = bytes_of(self.keys) + bytes_of(self.values)
+
+    @property
+    def pairs(self) -> Pairs:
+        return to_list(self.keys), to_list(self.values)
 
 
 @dataclass(slots=True)
@@ -124,6 +132,13 @@ class CommitRequest:
     trims: list[Trim] = field(default_factory=list)
     catalogue: CatalogueChange | None = None
     preconditions: list[Precondition] = field(default_factory=list)
+    replacement: Any = None
+    """A new log of a table (``engine.table_logs.LogReplacement``), by which the store itself keeps its logs short."""
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether no other commit may be in the same group."""
+        return self.catalogue is not None or self.replacement is not None
 
     def size_bytes(self) -> int:
         size_bytes = 0
@@ -136,7 +151,7 @@ class CommitRequest:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.writes or self.appends or self.trims or self.catalogue)
+        return not (self.writes or self.appends or self.trims or self.catalogue or self.replacement)
 
 
 @dataclass(frozen=True, slots=True)

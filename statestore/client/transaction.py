@@ -14,7 +14,7 @@ from types import TracebackType
 import pyarrow as pa
 
 from shuffle.errors import BadInput, TooLarge, UnknownTable
-from shuffle.limits import TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
+from shuffle.limits import LOGGED_ROWS_MIN, TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
 from shuffle.statestore.client.handles import Handles
 from shuffle.statestore.client.row_cache import RowCache
 from shuffle.statestore.client.scan import Chunk, overlay_writes, scan_chunks, split_ranges
@@ -228,7 +228,11 @@ class Transaction(_ViewReader):
         self._check_open()
         handle = self._handles.table(table)
         self._tables[handle.table_id] = handle
-        self._add(TableWrite(handle.table_id, *sort_by_key(*handle.encode_rows(rows))), table)
+        keys, values = handle.encode_rows(rows)
+        if len(keys) < LOGGED_ROWS_MIN:
+            # A larger write goes to a changelog, where the order of its keys does not matter.
+            keys, values = sort_by_key(keys, values)
+        self._add(TableWrite(handle.table_id, keys, values), table)
 
     def delete(self, table: str, keys: pa.Table | pa.RecordBatch) -> None:
         """Delete the rows with these keys; keys without a row are ignored."""

@@ -4,7 +4,8 @@ A segment is a header and a run of records, written front to back and never chan
 
     header   8 B magic · 4 B format · 4 B length of the schema · the Arrow schema · padding to 8
     record   4 B magic · 4 B payload length · 8 B first row, counted from the segment's start · 4 B rows ·
-             4 B zero · 8 B checksum · the payload: one Arrow IPC record-batch message, a multiple of 8
+             4 B zero · 8 B checksum · the payload: one Arrow IPC record-batch message, a multiple of 8 (in the
+             changelog of a table: one block, see ``row_block``)
 
 The checksum (xxh3, 64 bits) covers the numbers before it and the payload. A reader on another machine gets records
 exactly as they are in the file, so it checks the same bytes that the writer wrote.
@@ -112,8 +113,8 @@ def split_records(data: pa.Buffer, file: str, offset: int) -> list[pa.Buffer]:
     return records
 
 
-def decode_batch(record: pa.Buffer, schema: pa.Schema, file: str, offset: int) -> tuple[RecordHead, pa.RecordBatch]:
-    """The rows of one record, without a copy, its checksum verified; ``file`` and ``offset`` are for errors."""
+def decode_record(record: pa.Buffer, file: str, offset: int) -> tuple[RecordHead, pa.Buffer]:
+    """The head and the payload of one record, its checksum verified; ``file`` and ``offset`` are for errors."""
     data = memoryview(record)
     try:
         head = decode_head(data, 0, file)
@@ -127,7 +128,13 @@ def decode_batch(record: pa.Buffer, schema: pa.Schema, file: str, offset: int) -
             file=file,
             offset=offset,
         )
-    return head, decode_payload(record.slice(RECORD_HEAD_BYTES, head.payload_bytes), schema)
+    return head, record.slice(RECORD_HEAD_BYTES, head.payload_bytes)
+
+
+def decode_batch(record: pa.Buffer, schema: pa.Schema, file: str, offset: int) -> tuple[RecordHead, pa.RecordBatch]:
+    """The rows of one record, without a copy, its checksum verified; ``file`` and ``offset`` are for errors."""
+    head, payload = decode_record(record, file, offset)
+    return head, decode_payload(payload, schema)
 
 
 def decode_records(

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from shuffle.errors import BadInput, CorruptData, TableExists, TooLarge, UnknownTable
 from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
-from shuffle.statestore.codec.arrow_bytes import Binary, all_start_with, longest_of, nulls_in, to_array, to_list
+from shuffle.statestore.codec.arrow_bytes import Binary, all_start_with, longest_of, nulls_in, to_array
 from shuffle.statestore.codec.constraints import TableConstraints
 from shuffle.statestore.codec.keys import KeyCodec, bytes_after, table_prefix
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.codec.segment import encode_file_header
 from shuffle.statestore.codec.small_batch import SMALL_BATCH_ROWS_MAX, SmallKeyCodec, SmallValueCodec
 from shuffle.statestore.codec.values import RowCodec
-from shuffle.statestore.request import CatalogueChange, CreateQueue, CreateTable, Pairs, TableWrite
+from shuffle.statestore.request import CatalogueChange, CreateQueue, CreateTable, TableWrite
 
 CATALOGUE_PREFIX = b"\0c"
 
@@ -49,15 +49,14 @@ class TableEntry:
             SmallValueCodec(schema.value),
         )
 
-    def check_write(self, write: TableWrite) -> Pairs:
-        """Checks that keys and values are rows of this table, once for each write, and returns them as pairs.
+    def check_write(self, write: TableWrite) -> None:
+        """Checks that keys and values are rows of this table, once for each write.
 
         A single invalid row would make every later scan over it fail.
         """
-        if write.pairs is None:
+        if not write.is_checked:
             self._check_rows(write.keys, write.values)
-            write.pairs = to_list(write.keys), to_list(write.values)
-        return write.pairs
+            write.is_checked = True
 
     def _are_valid(self, keys: Binary, values: Binary) -> bool:
         """Says whether this is a small batch of valid rows; if it is not, the later steps say what is wrong."""

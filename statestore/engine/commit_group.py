@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from shuffle.errors import ShuffleError
 from shuffle.statestore.engine.catalogue import CatalogueStep
 from shuffle.statestore.engine.ordered_table import PartitionPlan
+from shuffle.statestore.engine.table_logs import LogReplacement
 from shuffle.statestore.request import Committed, Pairs
 
 GROUP_COMMITS_MAX = 1024
@@ -31,6 +32,10 @@ class CommitGroup:
     """The ids of the staged appends that the group publishes."""
     unused: list[str] = field(default_factory=list)
     """The files that nothing refers to once the group is durable."""
+    logged: dict[int, int] = field(default_factory=dict)
+    """The number of rows that the log of each table had before the group, for the tables whose logs it extends."""
+    replacement: LogReplacement | None = None
+    """The new log of a table. The commit that brings it is alone in its group."""
     table_bytes: dict[int, tuple[int, int]] = field(default_factory=dict)
     """The rows and bytes that the group writes to each table, by table id."""
     appended_rows: int = 0
@@ -68,8 +73,6 @@ class CommitGroup:
 class CheckedCommit:
     """A commit that has passed all checks, and what they computed."""
 
-    puts: list[Pairs]
-    """The keys and values of each write."""
     size_bytes: int
     """The bytes of the commit."""
     rows: list[list[int]]

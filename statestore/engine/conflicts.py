@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from shuffle.statestore.codec.arrow_bytes import Binary, to_list
 from shuffle.statestore.key_range import KeyRange
 
 HISTORY_KEYS_MAX = 2_000_000
@@ -50,22 +51,27 @@ class ConflictHistory:
         self._keys_count = 0
         self._commits: deque[_Commit] = deque()
         self._last_write: dict[bytes, int] = {}
+        self._table_writes: dict[int, int] = {}
+        """The version of the last commit that wrote to each table. It may be of a commit that was taken back."""
 
     @property
     def keys_count(self) -> int:
         return self._keys_count
 
-    def conflict(self, version: int, keys: Iterable[bytes], ranges: Iterable[KeyRange]) -> str | None:
-        """Why reads made at ``version`` no longer hold, or None when they do."""
+    def conflict(self, version: int, keys_read: Iterable[tuple[int, Binary]], ranges: Iterable[KeyRange]) -> str | None:
+        """Why reads made at ``version`` no longer hold, or None when they do. Keys come with the id of their table."""
         if version < self._floor:
             return f"it read at version {version}, and changes are only remembered since version {self._floor}"
         if not self._commits:
             return None
         last_write = self._last_write
-        for key in keys:
-            written = last_write.get(key)
-            if written is not None and written > version:
-                return f"a key it read was written by the commit of version {written}"
+        for table_id, keys in keys_read:
+            if self._table_writes.get(table_id, 0) <= version:
+                continue
+            for key in to_list(keys):
+                written = last_write.get(key)
+                if written is not None and written > version:
+                    return f"a key it read was written by the commit of version {written}"
         for read_range in ranges:
             for commit in reversed(self._commits):
                 if commit.version <= version:
@@ -74,11 +80,12 @@ class ConflictHistory:
                     return f"a range it read was written by the commit of version {commit.version}"
         return None
 
-    def record(self, version: int, keys: Sequence[bytes]) -> None:
-        """Remember what the commit of ``version`` wrote."""
+    def record(self, version: int, keys: Sequence[bytes], table_ids: Iterable[int]) -> None:
+        """Remember what the commit of ``version`` wrote, and to which tables."""
         assert not self._commits or version > self._commits[-1].version
         self._commits.append(_Commit(version, keys))
         self._last_write.update(dict.fromkeys(keys, version))
+        self._table_writes.update(dict.fromkeys(table_ids, version))
         self._keys_count += len(keys)
         while self._keys_count > self._keys_max and self._commits:
             self._forget_oldest()

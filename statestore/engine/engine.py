@@ -8,34 +8,55 @@ A group goes through three steps, which the caller runs in this order and one gr
               (3) one batch to RocksDB with rows, positions and the new version, (4) sync RocksDB's log
     apply     take the changes over in memory, and return the results
 
+Rows of tables are written to RocksDB, or, where there are many, to the changelog of their table (``table_logs``).
+
 A crash anywhere before the end of (4) leaves the group absent or whole: positions in RocksDB decide which bytes of a
 segment exist. There are no threads, clocks or randomness here; ``local`` has them.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from shuffle.errors import BadInput, DiskFull, OutOfRange, ShuffleError, StoreError, TooLarge, one_line
+import pyarrow as pa
+
+from shuffle.errors import BadInput, OutOfRange, ShuffleError
 from shuffle.errors import CommitConflict as Conflict
-from shuffle.limits import MIB, TRANSACTION_APPENDS_MAX, TRANSACTION_BYTES_MAX, TRANSACTION_ROWS_MAX
-from shuffle.statestore.codec.arrow_bytes import nulls_in, to_list
+from shuffle.statestore.codec.arrow_bytes import to_array, to_list
 from shuffle.statestore.codec.keys import table_prefix
-from shuffle.statestore.codec.segment import RecordIndex, encode_record, record_bytes
+from shuffle.statestore.codec.segment import encode_record, record_bytes
 from shuffle.statestore.engine.catalogue import CATALOGUE_PREFIX, Catalogue, CatalogueStep
+from shuffle.statestore.engine.commit_checks import DISK_RESERVE_BYTES, check_room, check_size, refusal_of
 from shuffle.statestore.engine.commit_group import CheckedCommit, CommitGroup
 from shuffle.statestore.engine.conflicts import ConflictHistory
 from shuffle.statestore.engine.leftovers import clean_files, segment_name
 from shuffle.statestore.engine.ordered_table import FileWrite, Partition, PartitionPlan, partition_prefix, queue_prefix
+from shuffle.statestore.engine.queue_reads import locate_records
+from shuffle.statestore.engine.row_log import Guard
 from shuffle.statestore.engine.staged import StagedFiles
+from shuffle.statestore.engine.statistics import queue_statistics, table_statistics
 from shuffle.statestore.engine.storage import KeyValues, KeyView, Segments
+from shuffle.statestore.engine.table_logs import (
+    INLINE_BYTES_MAX,
+    LogReplacement,
+    TableLogs,
+    as_block,
+    by_table,
+    changelog_header,
+    inline_key,
+    inline_prefix,
+    is_base_empty,
+    read_changelog,
+)
 from shuffle.statestore.request import (
     Append,
     CommitRequest,
     Committed,
     Precondition,
     Publish,
+    TableWrite,
     Trim,
     check_producer,
     check_published_once,
@@ -43,24 +64,25 @@ from shuffle.statestore.request import (
 )
 from shuffle.statestore.store import Span
 from shuffle.support import crash_points
-from shuffle.support.logs import get_logger
 
 VERSION_KEY = b"\0v"
 STORE_ID_KEY = b"\0s"
-
-DISK_RESERVE_BYTES = 16 * MIB
-"""Commits are refused while fewer bytes than this are free, so that RocksDB itself never fails on a full disk."""
-
-_log = get_logger("statestore")
-
-RECORDS_MAX = 4096
-"""The most records of one read: the end of each is in the header of the response, which is limited to 64 KiB."""
 
 
 class Engine:
     """Everything the store knows, and the rules by which it changes."""
 
-    def __init__(self, keys: KeyValues, segments: Segments, now_ms: int) -> None:
+    def __init__(
+        self,
+        keys: KeyValues,
+        segments: Segments,
+        now_ms: int,
+        *,
+        guard: Guard | None = None,
+        hash_seed: int = 0,
+    ) -> None:
+        """``guard`` is held while the logs of tables are read or extended, where other threads read them; the seed is
+        for the hashes of their keys."""
         self._keys = keys
         self._segments = segments
         view = keys.view()
@@ -73,9 +95,11 @@ class Engine:
         for queue_id, entry in self.catalogue.queues.items():
             for index in range(entry.schema.partitions):
                 self._load_partition(view, queue_id, index)
+        self.logs = TableLogs(hash_seed, guard if guard is not None else contextlib.nullcontext())
+        for table_id in self.catalogue.tables:
+            self._load_log(view, table_id)
         self.staged = StagedFiles(segments)
-        self.set_aside: list[str] = []
-        self._clean_files(now_ms)
+        self.set_aside = clean_files(segments, self.staged, self.version, self.catalogue, self.partitions, now_ms)
         self.table_bytes: dict[int, tuple[int, int]] = {}
         """The rows and bytes written to the log since the store was opened, by table id."""
         self.queue_bytes: dict[int, int] = {}
@@ -89,8 +113,11 @@ class Engine:
         partition.load(view.scan(prefix, _after(prefix)))
         self.partitions[queue_id, index] = partition
 
-    def _clean_files(self, now_ms: int) -> None:
-        self.set_aside = clean_files(self._segments, self.staged, self.version, self.catalogue, self.partitions, now_ms)
+    def _load_log(self, view: KeyView, table_id: int) -> None:
+        self._load_partition(view, table_id, 0)
+        prefix = inline_prefix(table_id)
+        blocks = read_changelog(self.partitions[table_id, 0], view.scan(prefix, _after(prefix)), self._segments)
+        self.logs.load(table_id, blocks, self.version, is_base_empty(view, table_id))
 
     # --- step 1: prepare ---
 
@@ -101,6 +128,7 @@ class Engine:
         nor the store.
         """
         self.history.forget_before(oldest_version)
+        self.logs.forget_before(oldest_version)
         refused: dict[int, ShuffleError] = {}
         while True:
             group = CommitGroup(version_before=self.version, room_bytes=self._room_bytes())
@@ -111,13 +139,13 @@ class Engine:
                 try:
                     checked = self._check_commit(request, group)
                 except Exception as error:
-                    group.results.append(_refusal(error))
+                    group.results.append(refusal_of(error))
                     continue
                 try:
                     group.results.append(self._accept(request, checked, group))
                 except Exception as error:
                     # It has changed a part of the group already. The others are prepared again, without it.
-                    refused[number] = _refusal(error)
+                    refused[number] = refusal_of(error)
                     self._undo(group)
                     break
             else:
@@ -127,27 +155,30 @@ class Engine:
 
     def _check_commit(self, request: CommitRequest, group: CommitGroup) -> CheckedCommit:
         """Makes all checks of a commit, before the group is changed."""
-        size_bytes = self._check_size(request, group)
-        puts = [self.catalogue.table(write.table_id).check_write(write) for write in request.writes]
+        size_bytes = check_size(request, group)
+        for write in request.writes:
+            self.catalogue.table(write.table_id).check_write(write)
         rows = [self._check_append(append) for append in request.appends]
         if request.appends:
             check_published_once(request.appends)
         if request.reads is not None:
             if request.reads.version > group.version_before:
                 raise BadInput(f"the transaction read at version {request.reads.version}, which has not been yet")
-            read = (key for keys_read in request.reads.keys for key in to_list(keys_read))
-            reason = self.history.conflict(request.reads.version, read, request.reads.ranges)
+            read = request.reads.version, list(by_table(request.reads.keys)), request.reads.ranges
+            reason = self.history.conflict(*read) or self.logs.conflict(*read)
             if reason is not None:
                 raise Conflict(f"the transaction cannot commit: {reason}; nothing was written, run it again")
         for precondition in request.preconditions:
             self._check_precondition(precondition, group)
         step = self._check_catalogue(request, group)
+        if request.replacement is not None and not self.logs.may_replace(request.replacement):
+            raise Conflict("the log of the table is another one by now")
         repeated = [self._repeated_positions(append, group) for append in request.appends]
         if request.appends:
             first_time = zip(request.appends, repeated, strict=True)
             check_sequences([append for append, positions in first_time if positions is None])
         self._check_trims(request.trims, group)
-        return CheckedCommit(puts, size_bytes, rows, repeated, step)
+        return CheckedCommit(size_bytes, rows, repeated, step)
 
     def _accept(self, request: CommitRequest, checked: CheckedCommit, group: CommitGroup) -> Committed:
         """Add a checked commit to the group. Nothing should fail from here on."""
@@ -158,45 +189,62 @@ class Engine:
         group.size_bytes += checked.size_bytes
         if checked.step is not None:
             self._add_catalogue(checked.step, group)
-        group.puts.extend(checked.puts)
-        for write in request.writes:
-            rows_before, bytes_before = group.table_bytes.get(write.table_id, (0, 0))
-            group.table_bytes[write.table_id] = rows_before + len(write.keys), bytes_before + write.size_bytes
-        if checked.puts:
-            self.history.record(self.version, [key for keys, _ in checked.puts for key in keys])
+        if request.writes:
+            self._add_writes(request.writes, group)
         appended = [
             positions if positions is not None else self._add_append(append, counts, group)
             for append, counts, positions in zip(request.appends, checked.rows, checked.repeated, strict=True)
         ]
         for trim in request.trims:
             self._plan(group, trim.queue_id, trim.partition).trim(trim.index)
+        if request.replacement is not None:
+            self._add_replacement(request.replacement, group)
         return Committed(self.version, tuple(appended))
 
-    def _check_size(self, request: CommitRequest, group: CommitGroup) -> int:
-        size_bytes = request.size_bytes()
-        rows = sum(len(write.keys) for write in request.writes)
-        if size_bytes > TRANSACTION_BYTES_MAX or rows > TRANSACTION_ROWS_MAX:
-            raise TooLarge(
-                f"the transaction has {rows} rows and {size_bytes} bytes; at most {TRANSACTION_ROWS_MAX} rows and "
-                f"{TRANSACTION_BYTES_MAX} bytes are taken: split it",
-                rows=rows,
-                bytes=size_bytes,
-            )
-        if len(request.appends) > TRANSACTION_APPENDS_MAX:
-            raise TooLarge(
-                f"the transaction has {len(request.appends)} appends; at most {TRANSACTION_APPENDS_MAX} are taken: "
-                "append more rows at a time, or split it",
-                appends=len(request.appends),
-            )
-        # Removing rows must stay possible on a full disk, since it frees space.
-        grows = size_bytes > 0 and not all(nulls_in(write.values) == len(write.values) for write in request.writes)
-        if grows or request.appends:
-            _check_room(group.room_bytes, group.size_bytes + size_bytes)
-        return size_bytes
+    def _add_writes(self, writes: Sequence[TableWrite], group: CommitGroup) -> None:
+        rows: dict[int, int] = {}
+        for write in writes:
+            rows[write.table_id] = rows.get(write.table_id, 0) + len(write.keys)
+            rows_before, bytes_before = group.table_bytes.get(write.table_id, (0, 0))
+            group.table_bytes[write.table_id] = rows_before + len(write.keys), bytes_before + write.size_bytes
+        logged = {table_id for table_id, count in rows.items() if self.logs.takes(table_id, count)}
+        for table_id in logged:
+            self._add_block(table_id, [write for write in writes if write.table_id == table_id], group)
+        puts = [write.pairs for write in writes if write.table_id not in logged]
+        if puts:
+            group.puts.extend(puts)
+            self.history.record(self.version, [key for keys, _ in puts for key in keys], rows.keys() - logged)
+
+    def _add_block(self, table_id: int, writes: Sequence[TableWrite], group: CommitGroup) -> None:
+        """Add what a commit writes to one table to the table's log, as one block."""
+        keys, values, body = as_block(writes)
+        before = self.logs.append(
+            table_id, self.version, keys, values, lambda: is_base_empty(self._keys.view(), table_id)
+        )
+        group.logged.setdefault(table_id, before)
+        block = body.encode(self.version)
+        if body.size_bytes <= INLINE_BYTES_MAX:
+            group.puts.append(([inline_key(table_id, self.version)], [block]))
+            return
+        target, first_row = self._plan(group, table_id, 0).append(len(keys), record_bytes(len(block)))
+        assert target.write is not None
+        target.write.parts.extend(encode_record(first_row, len(keys), pa.py_buffer(block)))
+
+    def _add_replacement(self, replacement: LogReplacement, group: CommitGroup) -> None:
+        """Put compacted blocks, or none, in the place of the first ones of a changelog."""
+        table_id = replacement.table_id
+        plan = self._plan(group, table_id, 0)
+        if replacement.staged_id is not None:
+            staged = self.staged.take(replacement.staged_id)
+            group.published.append(replacement.staged_id)
+            plan.adopt(staged.name, staged.rows, staged.size_bytes, staged.index)
+        plan.trim(replacement.position)
+        group.cleared.append((inline_key(table_id, 0), inline_key(table_id, replacement.version + 1)))
+        group.replacement = replacement
 
     def check_room(self, size_bytes: int) -> None:
         """Raises when writing ``size_bytes`` could fill the disk."""
-        _check_room(self._room_bytes(), size_bytes)
+        check_room(self._room_bytes(), size_bytes)
 
     def _room_bytes(self) -> int:
         """The bytes that may still be written: the free space of the disk, minus what RocksDB has still to flush."""
@@ -210,6 +258,11 @@ class Engine:
         keys, values = to_list(precondition.keys), to_list(precondition.values)
         written = group.written()
         stored = self._keys.get_many(keys)
+        log = self.logs.current(precondition.table_id)
+        if log is not None:
+            found, missing = log.get(to_array(precondition.keys))
+            fromlog = zip(keys, to_list(found), missing.tolist(), strict=True)
+            written = {**written, **{key: value for key, value, is_missing in fromlog if not is_missing}}
         for key, value, expected in zip(keys, stored, values, strict=True):
             if written.get(key, value) != expected:
                 raise Conflict(
@@ -265,8 +318,9 @@ class Engine:
         group.catalogue = step
         # A dropped table may have any number of rows: they are removed as a range, not one by one.
         if step.dropped_table is not None:
-            prefix = table_prefix(step.dropped_table.schema.table_id)
-            group.cleared.append((prefix, _after(prefix)))
+            table_id = step.dropped_table.schema.table_id
+            for prefix in (table_prefix(table_id), inline_prefix(table_id), queue_prefix(table_id)):
+                group.cleared.append((prefix, _after(prefix)))
         if step.dropped_queue is not None:
             prefix = queue_prefix(step.dropped_queue.schema.queue_id)
             group.cleared.append((prefix, _after(prefix)))
@@ -276,12 +330,17 @@ class Engine:
     def _plan(self, group: CommitGroup, queue_id: int, index: int) -> PartitionPlan:
         plan = group.partitions.get((queue_id, index))
         if plan is None:
-            partition = self._partition(queue_id, index)
-            header = self.catalogue.queue(queue_id).header
+            is_log = queue_id in self.catalogue.tables
+            partition = self.partitions[queue_id, index] if is_log else self._partition(queue_id, index)
+            header = self._header(queue_id)
             version = self.version + 1
             plan = PartitionPlan(partition, len(header), lambda row: segment_name(queue_id, index, row, version))
             group.partitions[queue_id, index] = plan
         return plan
+
+    def _header(self, queue_id: int) -> bytes:
+        """The file header of the segments of a queue, or of the changelog of a table."""
+        return changelog_header() if queue_id in self.catalogue.tables else self.catalogue.queue(queue_id).header
 
     def _add_append(self, append: Append | Publish, counts: list[int], group: CommitGroup) -> tuple[int, int]:
         plan = self._plan(group, append.queue_id, append.partition)
@@ -332,7 +391,7 @@ class Engine:
         for write in writes:
             crash_points.reach("store.before_segment_write")
             if write.create:
-                self._segments.create(write.name, self.catalogue.queue(queue_id).header)
+                self._segments.create(write.name, self._header(queue_id))
             self._segments.append(write.name, write.offset, write.parts)
             crash_points.reach("store.after_segment_write")
             self._segments.sync(write.name)
@@ -343,6 +402,8 @@ class Engine:
         # If its keys stayed in the history, every retry would be refused, since it reads at the version before them.
         self.version = group.version_before
         self.history.take_back(group.version_before)
+        for table_id, rows in group.logged.items():
+            self.logs.take_back(table_id, rows, group.version_before)
         for staged_id in group.published:
             self.staged.give_back(staged_id)
         for plan in group.partitions.values():
@@ -360,8 +421,9 @@ class Engine:
             before = {segment.name for segment in self.partitions[queue_id, index].segments[:-1]}
             written = sum(len(part) for write in plan.file_writes() for part in write.parts)
             self.queue_bytes[queue_id] = self.queue_bytes.get(queue_id, 0) + written
-            group.appended_rows += plan.end - self.partitions[queue_id, index].end
-            group.appended_bytes += written
+            if queue_id in self.catalogue.queues:
+                group.appended_rows += plan.end - self.partitions[queue_id, index].end
+                group.appended_bytes += written
             plan.apply()
             for segment in self.partitions[queue_id, index].segments[:-1]:
                 if segment.name not in before:
@@ -371,6 +433,8 @@ class Engine:
         for table_id, (rows, size_bytes) in group.table_bytes.items():
             rows_before, bytes_before = self.table_bytes.get(table_id, (0, 0))
             self.table_bytes[table_id] = rows_before + rows, bytes_before + size_bytes
+        if group.replacement is not None:
+            self.logs.replace(group.replacement, self.version)
         if group.catalogue is not None:
             unused.extend(self._apply_catalogue(group.catalogue))
         return unused
@@ -382,11 +446,19 @@ class Engine:
             schema = step.queue.schema
             for index in range(schema.partitions):
                 self.partitions[schema.queue_id, index] = Partition(schema.queue_id, index)
+        if step.table is not None:
+            table_id = step.table.schema.table_id
+            self.partitions[table_id, 0] = Partition(table_id, 0)
+        dropped: list[tuple[int, int]] = []
         if step.dropped_queue is not None:
             schema = step.dropped_queue.schema
-            for index in range(schema.partitions):
-                partition = self.partitions.pop((schema.queue_id, index))
-                unused.extend(segment.name for segment in partition.segments)
+            dropped = [(schema.queue_id, index) for index in range(schema.partitions)]
+        if step.dropped_table is not None:
+            table_id = step.dropped_table.schema.table_id
+            dropped = [(table_id, 0)]
+            self.logs.drop(table_id)
+        for partition in dropped:
+            unused.extend(segment.name for segment in self.partitions.pop(partition).segments)
         return unused
 
     def remove_files(self, names: Sequence[str]) -> None:
@@ -398,25 +470,14 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Bytes written since the store was opened, per table, per queue, and in all."""
-        tables = {}
-        for table_id, entry in self.catalogue.tables.items():
-            rows, size_bytes = self.table_bytes.get(table_id, (0, 0))
-            tables[entry.schema.name] = {"rows_written": rows, "log_bytes": size_bytes}
-        queues = {}
-        for queue_id, queue in self.catalogue.queues.items():
-            partitions = [self.partitions[queue_id, index] for index in range(queue.schema.partitions)]
-            queues[queue.schema.name] = {
-                "partitions": len(partitions),
-                "rows": sum(partition.end - partition.begin for partition in partitions),
-                "segments": sum(len(partition.segments) for partition in partitions),
-                "segment_bytes": sum(s.size_bytes for partition in partitions for s in partition.segments),
-                "segment_bytes_written": self.queue_bytes.get(queue_id, 0),
-            }
+        tables = table_statistics(self.catalogue, self.table_bytes, self.partitions)
+        queues = queue_statistics(self.catalogue, self.queue_bytes, self.partitions)
         total: dict[str, Any] = dict(self._keys.statistics())
         total["segment_bytes"] = self._segments.written_bytes
         total["version"] = self.version
         total["staged"] = len(self.staged)
         total["conflict_keys"] = self.history.keys_count
+        total["changelog_memory_bytes"] = self.logs.size_bytes
         return {"tables": tables, "queues": queues, "total": total}
 
     # --- reading queues ---
@@ -429,53 +490,8 @@ class Engine:
     def locate(self, queue_id: int, index: int, begin: int, max_rows: int, max_bytes: int) -> Span | None:
         """The records that hold the rows from ``begin`` on, of one segment; None at the end of the partition."""
         partition = self._partition(queue_id, index)
-        if not partition.begin <= begin <= partition.end:
-            name = self.catalogue.queue(queue_id).schema.name
-            raise OutOfRange(
-                f"queue {name!r}, partition {index}: position {begin} is not in {partition.begin} to {partition.end}"
-                + (": these rows were trimmed" if begin < partition.begin else ""),
-                queue=name,
-                partition=index,
-                begin=partition.begin,
-                end=partition.end,
-            )
-        segment = partition.segment_of(begin)
-        if segment is None:
-            return None
-        if segment.index is None:
-            data = memoryview(self._segments.map(segment.name, segment.size_bytes))
-            segment.index = RecordIndex.load(data, segment.size_bytes, segment.name)
-        records = segment.index
-        first = records.find(begin - segment.begin)
-        last = min(records.find(begin - segment.begin + max_rows - 1), len(records) - 1, first + RECORDS_MAX - 1)
-        start = records.offset(first)
-        ends: list[int] = []
-        for record in range(first, last + 1):
-            end = records.offset(record + 1) - start
-            if ends and end > max_bytes:
-                break
-            ends.append(end)
-        after = first + len(ends)
-        rows = records.first_row(after) if after < len(records) else segment.rows
-        return Span(segment.name, start, ends, segment.begin, segment.begin + rows)
-
-
-def _refusal(error: Exception) -> ShuffleError:
-    """The result of a commit that could not be prepared."""
-    if isinstance(error, ShuffleError):
-        return error
-    # The checks cover everything that can be wrong with a commit, so this is a mistake in the store: it is logged.
-    _log.error("a commit was refused because of a mistake in the store", error=error)
-    return StoreError(f"the state store cannot take this commit ({one_line(error)}): nothing was written")
-
-
-def _check_room(room_bytes: int, size_bytes: int) -> None:
-    # RocksDB needs the space twice: in its log, and for the flushed file.
-    if room_bytes < 2 * size_bytes:
-        raise DiskFull(
-            f"less than {DISK_RESERVE_BYTES // MIB} MiB would be left on the disk of the state store: nothing was "
-            "written; free some room and try again"
-        )
+        queue = self.catalogue.queue(queue_id).schema.name
+        return locate_records(partition, queue, self._segments, begin, max_rows, max_bytes)
 
 
 def _after(prefix: bytes) -> bytes:

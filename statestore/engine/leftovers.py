@@ -62,8 +62,8 @@ def is_obsolete(name: str, version: int, catalogue: Catalogue, partitions: Mappi
     if segment is None:
         return False
     queue_id, index, row, begun = map(int, segment.groups())
-    if queue_id not in catalogue.queues:
-        return queue_id < catalogue.next_id and queue_id not in catalogue.tables  # The queue was dropped.
+    if queue_id not in catalogue.queues and queue_id not in catalogue.tables:
+        return queue_id < catalogue.next_id  # The queue was dropped, or the table whose changelog it was.
     partition = partitions.get((queue_id, index))
     if partition is None:
         return False

@@ -47,6 +47,14 @@ class KeyValues(Protocol):
 
     def sync(self) -> None: ...
 
+    def write_unlogged(self, puts: Sequence[Pairs]) -> None:
+        """Apply ``puts``, which a crash may undo, in any part, until the next ``flush`` has returned."""
+        ...
+
+    def flush(self) -> None:
+        """Make every write so far durable, those without a log too."""
+        ...
+
     def unflushed_bytes(self) -> int:
         """The bytes that are only in the log so far: they need the same space again when they are flushed."""
         ...

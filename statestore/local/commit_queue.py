@@ -81,13 +81,13 @@ class CommitQueue:
         group = [first]
         size_bytes = first.size_bytes
         # A change of the catalogue is a group of its own: the schemas that other commits were checked against must not
-        # change within their group.
-        while first.request.catalogue is None and len(group) < GROUP_COMMITS_MAX and size_bytes < GROUP_BYTES_MAX:
+        # change within their group. So is the replacement of a log, which takes over all rows that the log has.
+        while not first.request.stands_alone and len(group) < GROUP_COMMITS_MAX and size_bytes < GROUP_BYTES_MAX:
             try:
                 pending = self._waiting.get_nowait()
             except queue.Empty:
                 break
-            if pending is _STOP or pending.request.catalogue is not None:
+            if pending is _STOP or pending.request.stands_alone:
                 self._left_over.append(pending)
                 break
             group.append(pending)

@@ -28,27 +28,26 @@ from shuffle.errors import (
     TooLarge,
     one_line,
 )
-from shuffle.limits import BATCH_BYTES_MAX, MIB, TRANSACTION_BYTES_MAX, WAIT_MS_MAX
-from shuffle.statestore.codec.arrow_bytes import Binary, to_list
+from shuffle.limits import BATCH_BYTES_MAX, LOGGED_ROWS_MIN, TRANSACTION_BYTES_MAX, WAIT_MS_MAX
+from shuffle.statestore.codec.arrow_bytes import Binary, to_array
+from shuffle.statestore.codec.row_block import BlockBody
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.codec.segment import decode_records
 from shuffle.statestore.engine.catalogue import QueueEntry, TableEntry
 from shuffle.statestore.engine.commit_group import CommitGroup
-from shuffle.statestore.engine.storage import KeyView
 from shuffle.statestore.local.commit_queue import Awaited, CommitQueue, Pending
 from shuffle.statestore.local.lease_service import WatchedLeases
+from shuffle.statestore.local.log_keeper import LogKeeper
 from shuffle.statestore.local.opening import open_parts
 from shuffle.statestore.local.read_views import ReadViews
 from shuffle.statestore.local.store_folder import StoreFolder, folder_path
+from shuffle.statestore.local.store_view import StoreView
 from shuffle.statestore.request import Append, CatalogueChange, CommitRequest, Committed, validate_payloads
 from shuffle.statestore.store import Member, QueueRead, ReadView, Span
 from shuffle.support import crash_points
 from shuffle.support.logs import get_logger
 from shuffle.support.mapped_files import map_range
 from shuffle.support.vital_threads import start_vital
-
-SCAN_BYTES_MAX = 16 * MIB
-"""The bytes of keys and values after which one chunk of a scan ends."""
 
 _HOUSEKEEPING_S = 0.5
 _MARKER_SYNC_S = 1.0
@@ -66,7 +65,7 @@ class LocalStore:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._folder = StoreFolder(folder_path(path))
         try:
-            self._parts = open_parts(self._folder, _wall_ms())
+            self._parts = open_parts(self._folder, _wall_ms(), threading.RLock(), uuid.uuid4().int >> 65)
         except BaseException:
             self._folder.close()
             raise
@@ -75,7 +74,7 @@ class LocalStore:
         self._lock = threading.Lock()
         self._watchers: dict[tuple[int, int], dict[object, Callable[[], None]]] = {}
         """For each partition (queue id, partition), the watchers to notify, once, when it has changed."""
-        self._views = ReadViews(self._engine.version, self._rocks.view())
+        self._views = ReadViews(self._engine.version, self._engine_view())
         self._marker_sync_at = 0.0
         self._leases = WatchedLeases()
         self._groups_written = 0
@@ -89,6 +88,8 @@ class LocalStore:
         self.on_group: Callable[[CommitGroup, float], None] | None = None
         """Called by the writer after each group that is durable, with the seconds that writing and syncing it took."""
         self._writer = start_vital(self._write_groups, "store-writer", self.fail)
+        self._keeper = LogKeeper(self._engine, self._rocks, lambda: self._view(None).logs, self._commit, _wall_ms)
+        self._keeper_thread = start_vital(self._keeper.run, "store-logs", self.fail)
 
     # --- the catalogue ---
 
@@ -125,17 +126,22 @@ class LocalStore:
     def renew_view(self, view: ReadView) -> None:
         self._view(view)
 
-    def _view(self, view: ReadView | None) -> KeyView:
+    def _view(self, view: ReadView | None) -> StoreView:
         self._check_usable()
         with self._lock:
             return self._views.view(view)
+
+    def _engine_view(self) -> StoreView:
+        """What the engine has now, for readers."""
+        engine = self._engine
+        logs = engine.logs.views(engine.version, lambda table_id: engine.partitions[table_id, 0].end)
+        return StoreView(self._rocks.view(), logs)
 
     # --- reading tables ---
 
     def get(self, view: ReadView | None, table_id: int, keys: Binary) -> Binary:
         self._table(table_id).check_prefix(keys)
-        values = self._view(view).get_many(to_list(keys))
-        return values if isinstance(keys, list) else pa.array(values, pa.binary())
+        return self._view(view).get(table_id, keys)
 
     def open_view_and_get(self, table_id: int, keys: Binary) -> tuple[ReadView, Binary]:
         view = self.open_view()
@@ -149,17 +155,7 @@ class LocalStore:
         self, view: ReadView | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
     ) -> tuple[pa.BinaryArray, pa.BinaryArray]:
         self._table(table_id).check_range(begin, end)
-        pairs = self._view(view).scan(begin, end, reverse)
-        keys: list[bytes] = []
-        values: list[bytes] = []
-        size_bytes = 0
-        for key, value in pairs:
-            keys.append(key)
-            values.append(value)
-            size_bytes += len(key) + len(value)
-            if len(keys) >= rows_max or size_bytes >= SCAN_BYTES_MAX:
-                break
-        return pa.array(keys, pa.binary()), pa.array(values, pa.binary())
+        return self._view(view).scan(table_id, begin, end, rows_max, reverse)
 
     def _table(self, table_id: int) -> TableEntry:
         with self._lock:
@@ -189,6 +185,8 @@ class LocalStore:
         catalogue = self._engine.catalogue
         for write in request.writes:
             catalogue.table(write.table_id).check_write(write)
+            if len(write.keys) >= LOGGED_ROWS_MIN and write.body is None:
+                write.body = BlockBody(to_array(write.keys), to_array(write.values))
         for append in request.appends:
             if isinstance(append, Append):
                 entry = catalogue.queue(append.queue_id)
@@ -287,7 +285,7 @@ class LocalStore:
         with self._lock:
             unused = self._engine.apply(group)
             if group.changed:
-                self._views.publish(self._engine.version, self._rocks.view())
+                self._views.publish(self._engine.version, self._engine_view())
             callbacks = self._take_watchers(group.queues)
         for notify in callbacks:
             notify()
@@ -480,8 +478,10 @@ class LocalStore:
         if self._closed:
             return
         self._closed = True
+        self._keeper.stop()
         self._commits.stop()
         self._writer.join(60)
+        self._keeper_thread.join(60)
         with self._lock:
             callbacks = self._take_watchers(list(self._watchers))
             self._views.close()

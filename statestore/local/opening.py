@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from shuffle.errors import CorruptData, ShuffleError
 from shuffle.statestore.engine.engine import STORE_ID_KEY, VERSION_KEY, Engine
+from shuffle.statestore.engine.row_log import Guard
 from shuffle.statestore.local.marker import FILE as MARKER_FILE
 from shuffle.statestore.local.marker import Marker
 from shuffle.statestore.local.rocks import Rocks, has_database, read_closed
@@ -56,12 +57,15 @@ class StoreParts:
         self.marker.close()
 
 
-def open_parts(folder: StoreFolder, now_ms: int) -> StoreParts:
-    """Open all parts of the store in this folder, or create them if there is no store yet."""
+def open_parts(folder: StoreFolder, now_ms: int, guard: Guard, hash_seed: int) -> StoreParts:
+    """Open all parts of the store in this folder, or create them if there is no store yet.
+
+    ``guard`` and ``hash_seed`` are those of ``Engine``.
+    """
     rocks, marker = open_database(folder)
     try:
         disk = SegmentDisk(folder.segments)
-        engine = Engine(rocks, disk, now_ms)
+        engine = Engine(rocks, disk, now_ms, guard=guard, hash_seed=hash_seed)
     except BaseException:
         rocks.close()
         marker.close()

@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from shuffle.errors import Expired
-from shuffle.statestore.engine.storage import ClosedView, KeyView
+from shuffle.statestore.engine.storage import ClosedView
+from shuffle.statestore.local.store_view import StoreView
 from shuffle.statestore.store import ReadView
 
 
 class ReadViews:
     """The version that was published last, and the read views that are still open at it or at earlier ones."""
 
-    def __init__(self, version: int, view: KeyView) -> None:
+    def __init__(self, version: int, view: StoreView) -> None:
         self._version = version
         self._view = view
-        self._open: dict[int, tuple[int, KeyView]] = {}
+        self._open: dict[int, tuple[int, StoreView]] = {}
         self._open_versions: Counter[int] = Counter()
         self._last_id = 0
         self._abandoned: deque[ReadView] = deque()
@@ -31,9 +32,14 @@ class ReadViews:
         """The version of the oldest read view that is open; where none is open, the version that was published last."""
         return min(self._open_versions, default=self._version)
 
-    def publish(self, version: int, view: KeyView) -> None:
+    def publish(self, version: int, view: StoreView) -> None:
         """A group of commits is durable: from now on, new readers see ``view``."""
         self._version, self._view = version, view
+
+    @property
+    def newest(self) -> StoreView:
+        """The view that was published last."""
+        return self._view
 
     def open(self) -> ReadView:
         self._last_id += 1
@@ -41,7 +47,7 @@ class ReadViews:
         self._open_versions[self._version] += 1
         return ReadView(self._last_id, self._version)
 
-    def view(self, view: ReadView | None) -> KeyView:
+    def view(self, view: ReadView | None) -> StoreView:
         """The keys as the read view ``view`` sees them; for None, as they were published last."""
         if view is None:
             return self._view
@@ -69,4 +75,4 @@ class ReadViews:
     def close(self) -> None:
         """Nothing can be read any more."""
         self._open.clear()
-        self._view = ClosedView()
+        self._view = StoreView(ClosedView(), {})

@@ -4,7 +4,7 @@ LOCK          held by the process that has the store open
 FORMAT        the version of everything below
 STORE         the id of the store, and the version it has acknowledged (``marker``)
 rocks/        RocksDB: tables, positions, catalogue
-segments/     the rows of queues
+segments/     the rows of queues, and the changelogs of tables
 set_aside/    files found in segments/ that this store knows nothing about
 daemon.json   the address of the daemon that serves this folder, while it does
 
@@ -23,9 +23,10 @@ from shuffle.statestore.local.marker import PRIVATE_FILE, write_whole
 from shuffle.statestore.wire import announcement
 from shuffle.support.logs import get_logger
 
-FORMAT = 2
-"""The format version that this code writes. Format 1 had no marker: code that knows only format 1 would not notice a
-missing database, so it must not open a folder of format 2."""
+FORMAT = 3
+"""The format version that this code writes. Code that knows only an older one must not open the folder: format 1 had no
+marker, so a missing database would not be noticed, and format 2 had no changelogs of tables, so that the rows in them
+would be missing."""
 
 PRIVATE_FOLDER = 0o700
 """The permissions of the store's folders: only the user who runs the store may enter them."""

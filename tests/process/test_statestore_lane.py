@@ -35,7 +35,7 @@ from shuffle.statestore import StateClient
 from shuffle.statestore.codec.segment import decode_batch, split_records
 from shuffle.statestore.codec.small_batch import SMALL_BATCH_ROWS_MAX
 from shuffle.statestore.codec.sorted_table import Table
-from shuffle.statestore.engine.engine import RECORDS_MAX
+from shuffle.statestore.engine.queue_reads import RECORDS_MAX
 from shuffle.statestore.remote import lane_client
 from shuffle.statestore.wire.lane_frames import GREETING, REQUEST_BYTES_MAX, decode_frame, encode_frame, local_address
 from shuffle.statestore.wire.messages import Header, rows_of

@@ -20,7 +20,7 @@ from shuffle.errors import (
 )
 from shuffle.statestore.codec.schema import TableSchema
 from shuffle.statestore.codec.sorted_table import Table
-from shuffle.statestore.engine import engine as engine_module
+from shuffle.statestore.engine import commit_checks
 from shuffle.statestore.engine.engine import Engine
 from shuffle.statestore.key_range import KeyRange
 from shuffle.statestore.request import (
@@ -125,7 +125,7 @@ def test_no_room_refuses_what_grows_and_lets_rows_be_removed(opened: Callable[..
     store = opened()
     table, queue_id = store.create()
     store.commit(CommitRequest(writes=[write(table, {1: 1})], appends=[Append(queue_id, 0, [payload(1)])]))
-    store.disk.free = engine_module.DISK_RESERVE_BYTES
+    store.disk.free = commit_checks.DISK_RESERVE_BYTES
     deletion = TableWrite(table.table_id, key(table, 1), pa.nulls(1, pa.binary()))
     results = store.group(
         CommitRequest(writes=[write(table, {2: 2})]),
@@ -205,7 +205,7 @@ def test_sizes_are_bounded(opened: Callable[..., Store], monkeypatch: pytest.Mon
     monkeypatch.setattr("shuffle.statestore.engine.catalogue.VALUE_BYTES_MAX", 2)
     with pytest.raises(TooLarge, match="'t'"):
         store.commit(CommitRequest(writes=[write(table, {1: 1})]))
-    monkeypatch.setattr(engine_module, "TRANSACTION_ROWS_MAX", 1)
+    monkeypatch.setattr(commit_checks, "TRANSACTION_ROWS_MAX", 1)
     with pytest.raises(TooLarge, match="split it"):
         store.commit(CommitRequest(writes=[write(table, {1: 1, 2: 2})]))
 
@@ -249,7 +249,7 @@ def test_bad_input_of_the_catalogue_is_refused(opened: Callable[..., Store]) -> 
         store.commit(CommitRequest(catalogue=Drop("table", "q")))
 
 
-@pytest.mark.parametrize("method", ["_check_size", "_add_append"])
+@pytest.mark.parametrize("method", ["_check_commit", "_add_append"])
 def test_commit_that_cannot_be_prepared_is_refused_alone(
     opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

@@ -1,0 +1,147 @@
+"""Keeps the logs of tables short, in a thread of its own: compacts them, or moves their rows to RocksDB.
+
+Everything is prepared from a published view of a log, which does not change, while commits go on. What is prepared
+takes effect as a commit of its own; if the log is another one by then (its table was dropped), it is refused and
+nothing has happened.
+
+    compact   the newest row of each key -> a new log, and a staged file of blocks that takes the place of the old ones
+    move      the newest row of each key -> RocksDB, without its log, then flushed; then the changelog is trimmed
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import pyarrow as pa
+
+from shuffle.errors import ShuffleError
+from shuffle.limits import GIB, MIB
+from shuffle.statestore.codec.arrow_bytes import NumpyArray, sort_order
+from shuffle.statestore.codec.row_block import BlockBody
+from shuffle.statestore.engine.engine import Engine
+from shuffle.statestore.engine.row_log import LogView, RowLog
+from shuffle.statestore.engine.storage import KeyValues
+from shuffle.statestore.engine.table_logs import LogReplacement, changelog_header
+from shuffle.statestore.request import CommitRequest
+from shuffle.support.logs import get_logger
+
+CHUNK_ROWS = 1 << 18
+"""The rows of one block of a compacted log: enough to compress well, and few enough not to hold up readers for long."""
+
+MOVED_ROWS = 8_192
+"""The rows that are written to RocksDB at once, so that other writes get their turn."""
+
+STAGED_TTL_MS = 600_000
+"""The time for which a compacted file waits for its commit. Should that never come, the file is removed."""
+
+_CHECK_S = 0.5
+
+_log = get_logger("statestore")
+
+
+def logs_bytes_max() -> int:
+    """The bytes of memory that the logs of all tables may take: an eighth of the machine's, up to 2 GiB."""
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(min(2 * GIB, max(256 * MIB, machine_bytes // 8)))
+
+
+class LogKeeper:
+    """The upkeep of the logs of one store. ``run`` is its thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        keys: KeyValues,
+        views: Callable[[], Mapping[int, LogView]],
+        commit: Callable[[CommitRequest], object],
+        now_ms: Callable[[], int],
+    ) -> None:
+        self._engine = engine
+        self._keys = keys
+        self._views = views
+        self._commit = commit
+        self._now_ms = now_ms
+        self._stopped = threading.Event()
+        self.bytes_max = logs_bytes_max()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def run(self) -> None:
+        while not self._stopped.wait(_CHECK_S):
+            try:
+                while not self._stopped.is_set() and self.keep_one():
+                    pass
+            except ShuffleError as error:
+                # The log stays as it was. The next round tries again, when the disk has room, for example.
+                if not self._stopped.is_set():
+                    _log.warning("the log of a table could not be made shorter", error=error)
+
+    def keep_one(self) -> bool:
+        """Compact or move one log, if one is due; whether there was one."""
+        views = self._views()
+        outdated = [table_id for table_id in views if self._engine.logs.is_outdated(table_id)]
+        if outdated:
+            self._compact(outdated[0], views[outdated[0]])
+            return True
+        if self._engine.logs.size_bytes > self.bytes_max and views:
+            table_id = max(views, key=lambda table_id: views[table_id].rows.size_bytes)
+            self._move(table_id, views[table_id])
+            return True
+        return False
+
+    def _compact(self, table_id: int, view: LogView) -> None:
+        rows = self._live(view)
+        compacted = self._engine.logs.new_rows()
+        payloads: list[tuple[int, pa.Buffer]] = []
+        for keys, values in self._chunks(view, rows, CHUNK_ROWS):
+            compacted.append(keys, values)
+            payloads.append((len(keys), pa.py_buffer(BlockBody(keys, values).encode(view.version))))
+        staged_id = uuid.uuid4().hex
+        self._engine.staged.add(staged_id, table_id, changelog_header(), payloads, STAGED_TTL_MS, self._now_ms())
+        try:
+            self._replace(table_id, view, compacted, staged_id, view.base_is_empty)
+        except BaseException:
+            self._engine.staged.expire(staged_id)
+            raise
+        _log.info("log compacted", table=table_id, rows=view.end, kept=len(rows))
+
+    def _move(self, table_id: int, view: LogView) -> None:
+        rows = self._live(view)
+        with view.guard:
+            keys = view.rows.take(rows)[0]
+        rows = rows[sort_order(keys)]
+        for keys, values in self._chunks(view, rows, MOVED_ROWS):
+            self._keys.write_unlogged([(keys.to_pylist(), values.to_pylist())])
+        self._keys.flush()
+        self._replace(table_id, view, self._engine.logs.new_rows(), None, False)
+        _log.info("log moved to the database", table=table_id, rows=len(rows))
+
+    def _replace(self, table_id: int, view: LogView, rows: RowLog, staged_id: str | None, base_is_empty: bool) -> None:
+        """Commit that ``rows``, which are in the staged file too, take the place of those of ``view``."""
+        replacement = LogReplacement(
+            table_id, view.rows, view.end, view.version, view.position, rows, staged_id, base_is_empty
+        )
+        self._commit(CommitRequest(replacement=replacement))
+
+    def _live(self, view: LogView) -> NumpyArray:
+        """The rows of a view that are the newest of their keys, without those that say a row is deleted, if RocksDB
+        has none that they hide."""
+        while True:
+            with view.guard:
+                if not view.rows.put_next_into_index():
+                    rows = view.rows.live(view.end)
+                    deleted = view.rows.are_deleted(rows) if view.base_is_empty else None
+                    break
+        return rows if deleted is None else rows[~deleted]
+
+    @staticmethod
+    def _chunks(view: LogView, rows: NumpyArray, count: int) -> Iterator[tuple[pa.BinaryArray, pa.BinaryArray]]:
+        for begin in range(0, len(rows), count):
+            with view.guard:
+                chunk = view.rows.take(np.asarray(rows[begin : begin + count]))
+            yield chunk

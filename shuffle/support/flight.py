@@ -152,10 +152,17 @@ def typed_errors(who: str) -> Iterator[None]:
 def read_chunk(reader: Any) -> Any:
     """The next message that a client has sent on an exchange. Raises ``StopIteration`` at its end.
 
-    For a message that cannot be read Arrow raises exceptions of many types, none of which is an error of this server.
     """
-    try:
+    with _understood():
         return reader.read_chunk()
+
+
+@contextmanager
+def _understood() -> Iterator[None]:
+    """Raises ``BadInput`` where Arrow cannot read what a client has sent, or where the client left before it sent
+    anything. Arrow raises exceptions of many types for that, none of which is an error of this server."""
+    try:
+        yield
     except (StopIteration, FlightError):
         raise
     except (pa.ArrowException, OSError, EOFError, UnicodeError, SystemError) as error:
@@ -232,8 +239,10 @@ def check_schema(reader: Any, expected: pa.Schema) -> None:
     With a schema of its own choice a client can end the process: where a column has a dictionary, Flight reads the next
     message without checking whether there is a batch in it, and dereferences a null pointer if there is none.
     """
-    if not reader.schema.equals(expected):
-        raise BadInput(f"an exchange of the columns {expected.names} was begun with {shown(str(reader.schema.names))}")
+    with _understood():
+        schema = reader.schema
+    if not schema.equals(expected):
+        raise BadInput(f"an exchange of the columns {expected.names} was begun with {shown(str(schema.names))}")
 
 
 def GeneratorStream(schema: pa.Schema, batches: Iterator[Any]) -> Any:  # noqa: N802

@@ -98,7 +98,8 @@ def _compressed(part: pa.Buffer) -> pa.Buffer:
     if part.size < _COMPRESS_BYTES_MIN:
         return part
     smaller = _codec().compress(part)
-    return smaller if smaller.size < part.size else part
+    # A slice, because the memoryview of the buffer itself is as long as the buffer was before it was made to fit.
+    return smaller.slice(0, smaller.size) if smaller.size < part.size else part
 
 
 def decode_block(data: pa.Buffer, where: str) -> RowBlock:

@@ -65,7 +65,7 @@ class LocalStore:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._folder = StoreFolder(folder_path(path))
         try:
-            self._parts = open_parts(self._folder, _wall_ms(), threading.RLock(), uuid.uuid4().int >> 65)
+            self._parts = open_parts(self._folder, _wall_ms(), threading.RLock(), int(uuid.uuid4().hex[:15], 16))
         except BaseException:
             self._folder.close()
             raise

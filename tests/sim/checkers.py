@@ -21,6 +21,7 @@ from tests.sim.workload import Oracle
 
 if TYPE_CHECKING:
     from tests.sim.disk import Disk
+from tests.sim.durable_tables import DurableTables
 
 
 class Violation(Exception):
@@ -59,6 +60,7 @@ class Checkers:
         self.on_violation = on_violation
         self.violations: list[Violation] = []
         names = Names(disk.keys)
+        self._tables = DurableTables(disk)
         mappers, reducers = range(oracle.workload.mapper_count), range(oracle.workload.reducer_count)
         self._mappers, self._reducers = mappers, reducers
         self._reducer_keys = [names.tables["job/reducers"] + _ordered_int32(r) for r in reducers]
@@ -92,22 +94,29 @@ class Checkers:
     def on_durable(self) -> None:
         """After every change of what a crash would leave."""
         get = self.disk.keys.get
-        rows = tuple(get(key) for key in (*self._reducer_keys, *self._mapper_keys, *self._input_keys))
-        rows += tuple(get(key) for key in self._effect_keys.values())
-        rows += tuple(get(key) for key in self._spills.partition_keys)
+        rows = tuple(self._table_rows([*self._reducer_keys, *self._mapper_keys, *self._effect_keys.values()]))
+        rows += tuple(get(key) for key in (*self._input_keys, *self._spills.partition_keys))
         if rows == self._last_rows:
             return
         self._last_rows = rows
         self.commits_seen += 1
         self._spills.look()
         self._check_committed()
-        self._check_effects({pair: get(key) for pair, key in self._effect_keys.items()}, self.committed, "on disk")
+        effects = self._table_rows(list(self._effect_keys.values()))
+        self._check_effects(dict(zip(self._effect_keys, effects, strict=True)), self.committed, "on disk")
         for mapper in self._mappers:
             self._check_mapper(mapper)
 
+    def _table_rows(self, keys: list[bytes]) -> list[bytes | None]:
+        """The durable rows of tables with these keys."""
+        try:
+            return self._tables.get_all(keys)
+        except (struct.error, KeyError, ValueError, IndexError, OSError, pa.ArrowException) as error:
+            self.violated(8, f"a changelog cannot be read from the disk: {error!r}")
+            return [None] * len(keys)
+
     def _check_committed(self) -> None:
-        for reducer, key in enumerate(self._reducer_keys):
-            value = self.disk.keys.get(key)
+        for reducer, value in enumerate(self._table_rows(self._reducer_keys)):
             if value is None:
                 if max(self.committed[reducer]) >= 0:
                     self.violated(3, f"the row of reducer {reducer} is gone")
@@ -137,7 +146,7 @@ class Checkers:
                 )
 
     def _check_mapper(self, mapper: int) -> None:
-        value = self.disk.keys.get(self._mapper_keys[mapper])
+        [value] = self._table_rows([self._mapper_keys[mapper]])
         if value is not None:
             rows_in, rows_out, generation, front, length = struct.unpack_from("<qqiqI", value, 1)
             token = value[33 : 33 + length]
@@ -276,8 +285,8 @@ class Checkers:
         """Whole contents: state, dead letters, output."""
         self._last_rows = ()
         self.on_durable()
-        for pair, key in self._effect_keys.items():
-            value = self.disk.keys.get(key)
+        effects = self._table_rows(list(self._effect_keys.values()))
+        for pair, value in zip(self._effect_keys, effects, strict=True):
             found = struct.unpack_from("<qq", value, 1) if value is not None else (0, 0)
             expected = self.oracle.effects[pair[0]][pair[1]][self.oracle.last(*pair)]
             if found != expected:

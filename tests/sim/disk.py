@@ -33,6 +33,8 @@ class Disk:
         self.modified_ms: dict[str, int] = {}
         self.free_bytes = 1 << 40
         self.unsynced: list[Batch] = []
+        self.unlogged: list[Batch] = []
+        """Writes without the log. They are durable after a flush, and before that as far as chance will have it."""
         self.unsynced_files: dict[str, bytearray] = {}
         """The files as processes see them, where that differs from what is durable."""
         self.removed: dict[str, bytearray] = {}
@@ -67,6 +69,11 @@ class Disk:
         for batch in self.unsynced[:survived]:
             apply(self.keys, batch)
         self.unsynced.clear()
+        if self.unlogged:
+            self.on_fault("unlogged writes lost")
+        for batch in self.unlogged[: self.rng.randint(0, len(self.unlogged))]:
+            apply(self.keys, batch)
+        self.unlogged.clear()
         for name, seen in sorted(self.unsynced_files.items()):
             self._crash_file(name, seen)
         self.unsynced_files.clear()
@@ -171,6 +178,23 @@ class SimKeys:
         for batch in disk.unsynced[:count]:
             apply(disk.keys, batch)
         del disk.unsynced[:count]
+        disk.on_durable()
+
+    def write_unlogged(self, puts: Sequence[tuple[Sequence[bytes], Sequence[bytes | None]]]) -> None:
+        self._disk.check_alive()
+        batch: Batch = [pair for keys, values in puts for pair in zip(keys, values, strict=True)]
+        self._disk.unlogged.append(batch)
+        apply(self._keys, batch)
+        self._view = None
+
+    def flush(self) -> None:
+        disk = self._disk
+        disk.check_alive()
+        count = len(disk.unlogged)
+        disk.wait(disk.sync_us())
+        for batch in disk.unlogged[:count]:
+            apply(disk.keys, batch)
+        del disk.unlogged[:count]
         disk.on_durable()
 
     def unflushed_bytes(self) -> int:

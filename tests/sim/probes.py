@@ -67,6 +67,7 @@ def install() -> None:
     _watch_reducer()
     _watch_store()
     importlib.import_module("tests.sim.probes_spill").install(_watch)
+    importlib.import_module("tests.sim.probes_logs").install(_watch)
 
 
 def _watch_mapper() -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 
 HOSTING = "hosting"
+LOGGED = "logged"
 STRAGGLERS = "stragglers"
 TWINS = "twins"
-NAMES = (STRAGGLERS, TWINS, HOSTING)
+NAMES = (STRAGGLERS, TWINS, HOSTING, LOGGED)
 _VARIABLE = "SHUFFLE_SIM_PROFILE"
 
 

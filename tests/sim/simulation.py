@@ -22,6 +22,7 @@ from tests.sim.hosting import Hosting
 from tests.sim.job import batch_bytes_max, job_spec, prepared_disk
 from tests.sim.kernel import Process, World
 from tests.sim.liars import Liars, is_lie
+from tests.sim.logged import Logged
 from tests.sim.network import Network
 from tests.sim.store import SimStore, StoreHost
 from tests.sim.stragglers import Stragglers
@@ -60,11 +61,12 @@ class Simulation:
         self.twins = Twins(seed)
         self.liars = Liars(seed)
         self.hosting = Hosting(seed)
+        self.logged = Logged(seed)
         workload = Workload.make(self.world.streams["workload"])
         self.workload = self.hosting.workload(self.twins.workload(self.stragglers.workload(workload)))
         self.oracle = Oracle(self.workload)
         made = self.twins.faults(self.stragglers.faults(faults.make_faults(self.world.streams["faults"])))
-        made = self.hosting.faults(self.liars.faults(made))
+        made = self.logged.faults(self.hosting.faults(self.liars.faults(made)))
         self.faults = made if fault_list is None else fault_list
         rng = self.world.streams["workload"]
         self.spec = self.hosting.spec(self.stragglers.spec(job_spec(self.workload, rng)))
@@ -110,6 +112,7 @@ class Simulation:
 
     def run(self) -> Result:
         kernel.set_world(self.world)
+        self.logged.settle()
         try:
             self._build()
             finished = self._play()

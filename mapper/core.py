@@ -77,6 +77,8 @@ class MapperCore:
         """The schema of the mapped rows; None until the first batch was mapped."""
         self.reducer_count = reducer_count
         self._claims = Claims(mapper_index, reducer_count)
+        self._is_disputed = False
+        """True if a request has called fewer rows committed than an earlier one in the name of the same reducer."""
         self.waiting = [0] * reducer_count
         """For each reducer, the number of its requests that wait for rows at this moment. It is counted by
         ``SharedCore``, which lets them wait."""
@@ -322,6 +324,7 @@ class MapperCore:
                 mapper_index=self.mapper_index,
             )
         if request.committed_row_index < bucket.freed:
+            self._is_disputed = True
             raise RowsGone(
                 f"reducer {request.reducer_index} says it has committed mapper {self.mapper_index}'s rows up to "
                 f"{request.committed_row_index}, but it has told before that it committed {bucket.freed}, and those "
@@ -355,6 +358,15 @@ class MapperCore:
     def claims(self) -> dict[ReducerIndex, ShuffleIndex]:
         """For each reducer the last row freed because of a claim that the store has not been seen to confirm."""
         return self._claims.unconfirmed(self._buckets, self.spilling.spills)
+
+    def take_dispute(self) -> dict[ReducerIndex, ShuffleIndex]:
+        """The claims to compare with the store, if a reducer has denied one since the last call; otherwise none.
+
+        A reducer that has committed less than was claimed in its name cannot get its rows. An entry that holds later
+        rows of it is not retired then, so that no trim would ever find the false claim.
+        """
+        is_disputed, self._is_disputed = self._is_disputed, False
+        return self.claims() if is_disputed else {}
 
     def check_claims(
         self, claims: Mapping[ReducerIndex, ShuffleIndex], committed: Mapping[ReducerIndex, ShuffleIndex]

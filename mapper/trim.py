@@ -91,7 +91,8 @@ class Trimmer:
         """One round; whether the persisted state moved. Raises SplitBrain if another instance moved it.
 
         1. Plan: how far the window has retired, and the dead letters on the way; and what to spill to get further.
-           What requests have called committed must be so in the store, or FalseClaim is raised.
+           What requests have called committed must be so in the store, or FalseClaim is raised; without a plan this is
+           checked only where a later request denies it.
         2. Transact: write large spills ahead. In a transaction, read the persisted state. It must be the one the plan
            starts from: anything else was written by another instance, or by this one in a commit whose response was
            lost.
@@ -108,6 +109,9 @@ class Trimmer:
         now_s = time.monotonic()
         plan = self._plan(now_s)
         if plan is None:
+            with self._lock:
+                disputed = self._core.take_dispute()
+            self._check_claims(disputed)
             self._give_back(now_s)
             return False
         self._check_claims(plan.claims)

@@ -20,17 +20,20 @@ from shuffle.config_schema import check_config
 from shuffle.errors import NullKey, SchemaMismatch, SpecError
 from shuffle.jobs.aggregates import Aggregate, state_type
 from shuffle.jobs.columns import check_column, check_names
+from shuffle.jobs.held_state import Found, HeldState
 from shuffle.limits import MIB
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient, Transaction
 
-STATE_BYTES_MAX = 64 * MIB
-"""The most bytes of state that a reducer keeps in memory between batches; above that, rows are looked up again."""
+STATE_MEMORY = 256 * MIB
+"""The most bytes of state that a reducer keeps in memory between batches. Keys beyond that are looked up again."""
 
-STATE_ROWS_PER_KEY_MAX = 8
-"""State is kept only while a batch touches at least one in this many of its rows. Below that, going through all of them
-costs more than a lookup of a few in the store."""
+HELD_KEYS_MIN = 64
+"""The least keys of a batch for which state is held. Fewer are looked up: the reducer's cache of rows has them."""
+
+SMALL_BATCHES_MAX = 50
+"""After so many batches in a row with fewer keys than that, the state is let go: the rush is over."""
 
 
 class AggregateReducer(Reducer):
@@ -39,10 +42,10 @@ class AggregateReducer(Reducer):
     The table's key columns are ``key``, its value columns the ``aggregates`` by name. Types follow from the rows; see
     each aggregate. Nulls are as in SQL, except that a key must not be null: leave such rows out in the mapper.
 
-    While batches are large, the rows that were written stay in memory and are not looked up again. The table must
-    therefore be written by this class alone. That no other instance of this reducer has written to it is checked by the
-    commit anyway: it fails unless the reducer's own row is as the last commit left it, and after any failure the rows
-    in memory are dropped.
+    While batches are large, the rows that were written stay in memory, up to ``state_memory``, and are not looked up
+    again. The table must therefore be written by this class alone. That no other instance of this reducer has written
+    to it is checked by the commit anyway: it fails unless the reducer's own row is as the last commit left it, and
+    after any failure the rows in memory are dropped.
     """
 
     table: ClassVar[str]
@@ -51,6 +54,8 @@ class AggregateReducer(Reducer):
     """The columns that are the key of the table."""
     aggregates: ClassVar[Mapping[str, Aggregate]]
     """The aggregates that are kept for each key, by the name of their column: ``{"count": Count()}``."""
+    state_memory: ClassVar[int] = STATE_MEMORY
+    """The most bytes of rows that are kept in memory between batches, in each reducer."""
 
     def __init__(self, config: Mapping[str, Any], spec: WorkerSpec, state: StateClient) -> None:
         super().__init__(check_config(type(self), config), spec, state)
@@ -58,13 +63,16 @@ class AggregateReducer(Reducer):
         self._rows_schema: pa.Schema | None = None
         self._key_schema = pa.schema([])
         self._fields: dict[str, list[pa.Field]] = {}
-        self._state: pa.Table | None = None
+        self._value_names: list[str] = []
+        self._held: HeldState | None = None
         """The rows of the table as of the last commit, as far as they are kept; None if none are."""
-        self._written: tuple[Transaction, pa.Table | None] | None = None
-        """The last transaction that ``reduce`` returned, and the state that holds if it was committed."""
+        self._small_batches = 0
+        """The number of batches in a row that were small."""
+        self._written: tuple[Transaction, Found, list[pa.Array]] | None = None
+        """The last transaction that ``reduce`` returned, and the rows that are held if it was committed."""
 
     def forget(self) -> None:
-        self._state, self._written = None, None
+        self._held, self._written = None, None
 
     def reduce(self, rows: pa.Table) -> Transaction | None:
         if not rows.num_rows:
@@ -73,49 +81,48 @@ class AggregateReducer(Reducer):
             self._prepare(rows.schema)
         self._settle()
         keys, new = self._aggregate(rows)
+        found = self._find(keys)
         tx = self.state.transaction()
         try:
-            merged = self._merge(keys, self.load(tx, keys), new)
-            tx.write(self.table, merged)
+            merged = self._merge(self.load(tx, keys, found), new)
+            tx.write(self.table, pa.table([*keys.columns, *merged], names=[*keys.column_names, *self._value_names]))
         except BaseException:
             tx.abort()
             raise
-        self._written = tx, self._after(merged)
+        self._written = None if found is None else (tx, found, merged)
         return tx
 
     def _settle(self) -> None:
-        """Takes over the state of the last transaction if its commit was acknowledged; otherwise drops the state."""
+        """Takes over the rows of the last transaction if its commit was acknowledged; otherwise drops the state."""
         if self._written is not None:
-            tx, state = self._written
-            self._state, self._written = state if tx.is_committed else None, None
+            (tx, found, merged), self._written = self._written, None
+            if tx.is_committed and self._held is not None:
+                self._held.update(found, merged)
+            else:
+                self._held = None
 
-    def _after(self, merged: pa.Table) -> pa.Table | None:
-        """The state once ``merged`` is committed, or None if it is not worth keeping."""
-        state = merged
-        if self._state is not None:
-            replaced = _row_offsets(self._state.select(self.key), merged)
-            state = pa.concat_tables([self._state.filter(replaced.is_null()), merged]).combine_chunks()
-        small_batch = merged.num_rows * STATE_ROWS_PER_KEY_MAX < state.num_rows
-        return None if small_batch or state.nbytes > STATE_BYTES_MAX else state
+    def _find(self, keys: pa.Table) -> Found | None:
+        """Where the state in memory has these keys; None if none is held, or is not worth holding."""
+        self._small_batches = self._small_batches + 1 if keys.num_rows < HELD_KEYS_MIN else 0
+        fields = [field for columns in self._fields.values() for field in columns]
+        if self._held is None and not self._small_batches and HeldState.can_hold(fields):
+            self._held = HeldState(self._key_schema, fields, self.state_memory)
+        elif self._small_batches > SMALL_BATCHES_MAX:
+            self._held = None
+        return None if self._held is None else self._held.find(keys)
 
-    def load(self, tx: Transaction, keys: pa.Table) -> pa.Table:
-        """The table's rows for these keys: key and value columns, missing keys absent, in the order of ``keys``.
+    def load(self, tx: Transaction, keys: pa.Table, found: Found | None) -> list[pa.Array]:
+        """The value columns of these keys, in their order; null where the table has no row.
 
         All reads of the state go through this method.
         """
-        if self._state is None or keys.num_rows * STATE_ROWS_PER_KEY_MAX < self._state.num_rows:
-            self._state = None
-            return tx.lookup(self.table, keys)
-        offsets = _row_offsets(keys, self._state)
-        if not offsets.null_count:
-            return self._state.take(offsets)
-        unknown = offsets.is_null()
-        missing = keys.filter(unknown)
-        looked_up = tx.lookup(self.table, missing).select(self._state.column_names).cast(self._state.schema)
-        if looked_up.num_rows:
-            behind = pc.add(_row_offsets(missing, looked_up), self._state.num_rows)
-            offsets = pc.replace_with_mask(offsets, unknown, behind)
-        return pa.concat_tables([self._state, looked_up]).combine_chunks().take(offsets.drop_null())
+        if found is None or self._held is None or not len(self._held):
+            return [_array(column) for column in tx.lookup_values(self.table, keys).columns]
+        if not found.unknown.any():
+            return self._held.values(found, None)
+        unknown = keys.filter(pa.array(found.unknown))
+        looked_up = tx.lookup_values(self.table, unknown)
+        return self._held.values(found, [_array(column) for column in looked_up.columns])
 
     def _check_declaration(self) -> None:
         cls = type(self)
@@ -149,6 +156,8 @@ class AggregateReducer(Reducer):
             raise SpecError(f"{type(self).__name__}: table {self.table!r} would have two columns {twice[0]!r}")
         self.state.create_table(self.table, key=key_schema, value=pa.schema(value_fields), if_not_exists=True)
         self._rows_schema, self._key_schema, self._fields = schema, key_schema, fields
+        self._value_names = [field.name for field in value_fields]
+        self._held = None
 
     def _aggregate(self, rows: pa.Table) -> tuple[pa.Table, dict[str, list[pa.Array]]]:
         """The distinct keys of a batch, and the state that the batch alone gives for each."""
@@ -196,36 +205,15 @@ class AggregateReducer(Reducer):
             column = pc.if_else(pc.is_nan(column), nan, pc.add(column, pa.scalar(0.0, data_type)))
         return column
 
-    def _merge(self, keys: pa.Table, old: pa.Table, new: dict[str, list[pa.Array]]) -> pa.Table:
-        columns = dict(zip(keys.column_names, keys.columns, strict=True))
-        # If every key has an old row, the old rows are in the order of the keys.
-        all_old = old.num_rows == keys.num_rows
-        offsets = pa.array(np.arange(keys.num_rows)) if all_old else _row_offsets(keys, old) if old.num_rows else None
+    def _merge(self, old: list[pa.Array], new: dict[str, list[pa.Array]]) -> list[pa.Array]:
+        """The state columns after the batch: what was there before, which is null for new keys, and what it adds."""
+        merged: list[pa.Array] = []
         for name, aggregate in self.aggregates.items():
-            fields, states = self._fields[name], new[name]
-            if offsets is not None:
-                before = [_array(old[field.name].take(offsets)).cast(field.type) for field in fields]
-                states = aggregate.merge(before, states, fields)
-            columns.update(zip((field.name for field in fields), states, strict=True))
-        return pa.table(columns)
-
-
-def _row_offsets(keys: pa.Table, old: pa.Table) -> pa.Array:
-    """For each of ``keys`` the offset of the row of ``old`` that has it, or null."""
-    names = keys.column_names
-    old_keys = old.select(names).cast(keys.schema)
-    old_offsets = pa.array(np.arange(old.num_rows, dtype=np.int64))
-    key_offsets = pa.array(np.arange(keys.num_rows, dtype=np.int64))
-    both = pa.concat_tables(
-        [
-            keys.append_column("_key", key_offsets).append_column("_old", pa.nulls(keys.num_rows, pa.int64())),
-            old_keys.append_column("_key", pa.nulls(old.num_rows, pa.int64())).append_column("_old", old_offsets),
-        ]
-    )
-    joined = both.group_by(names, use_threads=False).aggregate([("_key", "max"), ("_old", "max")])
-    requested = joined.filter(joined["_key_max"].is_valid())
-    in_order = np.argsort(requested["_key_max"].to_numpy(), kind="stable")
-    return _array(requested["_old_max"].take(pa.array(in_order)))
+            fields = self._fields[name]
+            own = old[len(merged) : len(merged) + len(fields)]
+            before = [column.cast(field.type) for column, field in zip(own, fields, strict=True)]
+            merged += [_array(column) for column in aggregate.merge(before, new[name], fields)]
+        return merged
 
 
 def _array(column: pa.ChunkedArray | pa.Array) -> pa.Array:

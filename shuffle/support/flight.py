@@ -150,9 +150,7 @@ def typed_errors(who: str) -> Iterator[None]:
 
 
 def read_chunk(reader: Any) -> Any:
-    """The next message that a client has sent on an exchange. Raises ``StopIteration`` at its end.
-
-    """
+    """The next message that a client has sent on an exchange. Raises ``StopIteration`` at its end."""
     with _understood():
         return reader.read_chunk()
 

@@ -41,6 +41,13 @@ class _ViewReader:
         conformed, encoded = handle.encode_keys(keys)
         return handle.decode_lookup(conformed, self._get(handle, encoded))
 
+    def lookup_values(self, table: str, keys: pa.Table | pa.RecordBatch) -> pa.Table:
+        """The value columns of the rows with these keys, a row for each key and in their order; null where no row has
+        the key."""
+        handle = self._handles.table(table)
+        _, encoded = handle.encode_keys(keys)
+        return handle.decode_values(self._get(handle, encoded))
+
     def scan(
         self,
         table: str,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from shuffle.errors import BadInput
 from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
-from shuffle.statestore.codec.arrow_bytes import Binary, longest_of, to_array, with_prefix
+from shuffle.statestore.codec.arrow_bytes import Binary, longest_of, to_array, to_numpy, with_prefix
 from shuffle.statestore.codec.constraints import TableConstraints
 from shuffle.statestore.codec.keys import KeyCodec, bytes_after, table_prefix
 from shuffle.statestore.codec.schema import TableSchema
@@ -71,6 +72,17 @@ class Table:
             keys, values = keys.filter(present), values.drop_null()
         arrays = [*keys.columns, *self._values.decode(values)]
         return pa.Table.from_arrays(arrays, schema=self.schema.row)
+
+    def decode_values(self, values: Binary) -> pa.Table:
+        """The value columns of a lookup, a row for each of its keys; null where there is no value."""
+        values = to_array(values)
+        columns = self._values.decode(values.drop_null() if values.null_count else values)
+        if values.null_count:
+            present = to_numpy(values.is_valid()).view(np.bool_)
+            places = pa.array(np.cumsum(present) - 1, mask=~present)
+            columns = [column.take(places) for column in columns]
+        fields = [field.with_nullable(True) for field in self.schema.value]
+        return pa.Table.from_arrays(columns, schema=pa.schema(fields))
 
     def range(
         self, begin: Bound | None, end: Bound | None, prefix: Bound | None, partial: bool = False

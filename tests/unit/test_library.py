@@ -22,6 +22,7 @@ from shuffle.api import WorkerSpec
 from shuffle.config_schema import check_config
 from shuffle.errors import BadInput, NullKey, SchemaMismatch, SpecError
 from shuffle.ids import Guid
+from shuffle.jobs import aggregate_reducer
 from shuffle.jobs.aggregates import Aggregate
 from shuffle.partition import hash_partition
 from shuffle.statestore import StateClient
@@ -224,9 +225,15 @@ def test_nothing_is_written_for_no_rows_and_a_failed_reduce_leaves_no_trace(stat
     assert fold(reducer, pa.table({"k": ["a"]})) == [{"k": "a", "n": 1}]
 
 
-def test_state_in_memory_is_exact_whatever_was_committed_aborted_and_forgotten(state: StateClient) -> None:
+@pytest.mark.parametrize(("keys_min", "memory"), [(1, 1 << 20), (8, 1 << 20), (1, 20_000), (1_000, 1 << 20)])
+def test_state_in_memory_is_exact_whatever_was_committed_aborted_and_forgotten(
+    state: StateClient, monkeypatch: pytest.MonkeyPatch, keys_min: int, memory: int
+) -> None:
+    monkeypatch.setattr(aggregate_reducer, "HELD_KEYS_MIN", keys_min)
+    monkeypatch.setattr(aggregate_reducer, "SMALL_BATCHES_MAX", 3)
     generator = np.random.default_rng(11)
     reducer = reducer_of(state, ["user", "cluster"], {"count": Count(), "arrived": Last("n")})
+    type(reducer).state_memory = memory
     expected: dict[tuple[str, str], list[int]] = {}
     for step in range(120):
         users = generator.integers(0, 60, int(generator.choice([1, 8, 200])))
@@ -247,7 +254,10 @@ def test_state_in_memory_is_exact_whatever_was_committed_aborted_and_forgotten(s
     assert {(row["user"], row["cluster"]): [row["count"], row["arrived"]] for row in found} == expected
 
 
-def test_state_is_not_looked_up_again_until_a_commit_is_not_acknowledged(state: StateClient) -> None:
+def test_state_is_not_looked_up_again_until_a_commit_is_not_acknowledged(
+    state: StateClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aggregate_reducer, "HELD_KEYS_MIN", 1)
     reducer = reducer_of(state, ["user"], {"count": Count()})
     rows = pa.table({"user": ["a", "b"]})
     fold(reducer, rows)
@@ -262,6 +272,33 @@ def test_state_is_not_looked_up_again_until_a_commit_is_not_acknowledged(state: 
     write(state, others)
     reducer.forget()
     assert [row["count"] for row in fold(reducer, rows)] == [11, 11]
+
+
+def test_state_of_many_keys_grows_in_memory_with_nulls_and_every_fixed_type(state: StateClient) -> None:
+    """Batches of thousands of keys: the table is logged, and the reducer keeps its rows."""
+    generator = np.random.default_rng(3)
+    kinds = {"a": pa.float64(), "b": pa.int64(), "c": pa.timestamp("us"), "d": pa.decimal128(22, 2)}
+    aggregates = {"n": Count(), "a": Sum("a"), "b": Max("b"), "c": Min("c"), "d": Sum("d")}
+    reducer = reducer_of(state, ["k"], aggregates)
+    expected: dict[int, list[Any]] = {}
+    for _ in range(6):
+        keys = generator.integers(0, 9_000, 6_000)
+        numbers = generator.integers(1, 100, len(keys))
+        column = pa.array(numbers, mask=generator.random(len(keys)) < 0.3)
+        rows = pa.table({"k": keys, **{name: column.cast(kind) for name, kind in kinds.items()}})
+        tx = reducer.reduce(rows)
+        assert tx is not None
+        tx.commit()
+        for key, value in zip(keys.tolist(), column.to_pylist(), strict=True):
+            entry = expected.setdefault(key, [0, None, None])
+            entry[0] += 1
+            if value is not None:
+                entry[1] = (entry[1] or 0) + value
+                entry[2] = max(entry[2] or 0, value)
+    found = state.scan("t").read_all().select(["k", "n", "a", "b", "d"]).to_pylist()
+    shown = {row["k"]: [row["n"], row["a"], row["b"]] for row in found}
+    assert shown == expected
+    assert all(row["d"] == row["a"] for row in found)
 
 
 def write(state: StateClient, rows: pa.Table) -> None:

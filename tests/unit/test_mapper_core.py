@@ -409,6 +409,23 @@ def test_false_claim_is_found_before_anything_is_forgotten_for_good() -> None:
     assert one.claims() == {}, "what the store has confirmed it is not asked again"
 
 
+def test_claim_that_its_reducer_denies_is_compared_with_the_store_without_a_trim() -> None:
+    """The entry is held by a later row, which the reducer cannot get: no trim would ever look at the claim."""
+    one = core(1)
+    feed(one, [0, 1], [0, 0])
+    one.get_rows(request(0, -1, -1))
+    one.get_rows(request(0, 0, 1))
+    assert one.trim_plan() is None
+    assert one.take_dispute() == {}
+    with pytest.raises(RowsGone):
+        one.get_rows(request(0, -1, -1))
+    disputed = one.take_dispute()
+    assert disputed == {0: 0}
+    assert one.take_dispute() == {}, "it is settled by one look at the store"
+    with pytest.raises(FalseClaim):
+        one.check_claims(disputed, {})
+
+
 def test_claims_that_come_after_the_plan_do_not_matter_to_it() -> None:
     one = core(1)
     feed(one, [0], [0])

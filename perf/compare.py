@@ -9,7 +9,7 @@
 
 ``--jobs`` chooses among them. Every system has both cores and, where nothing else is said, two partitions of all;
 it reads the same rows in the form that it reads best. Systems are warmed up once, then all take turns, ``--rounds``
-times; medians are compared. The large state comes last, ``--large-rounds`` times, after a warm-up with a few of the rows.
+times; medians are compared. The large state comes last, ``--large-rounds`` times, warmed up with some of the rows.
 While one runs, the JVMs of the others are stopped (see ``perf.yardsticks.compare_peer``). Each result is compared with
 the same independent count before its time counts (see ``perf.yardsticks.compare_systems``, also for what the clocks
 measure).

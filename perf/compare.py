@@ -213,7 +213,7 @@ def log_jobs(args: argparse.Namespace, given: Input, ours: Ours, peers: Peers, f
     if peers.spark is not None:
         spark = Spark(given, folder, peers.spark, ours)
         jobs[COUNT, SPARK] = spark.count
-        jobs[COUNT, UNDER_SPARK] = lambda: spark.reduce_stream(args.batch_rows)
+        jobs[COUNT, UNDER_SPARK] = spark.reduce_stream
         jobs[REPARTITION, SPARK] = spark.repartition
         jobs[MANY, SPARK] = lambda: spark.count(REDUCERS_MANY)
     jobs[REPARTITION, OURS] = ours.repartition

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from perf.common.progress import forget
+from perf.common.progress import CommitClock, forget
 from perf.common.workload_files import Input
 from perf.yardsticks import realtime_source
 from perf.yardsticks.compare_peer import Peer
@@ -97,20 +97,22 @@ class Spark(Base):
         rows = reply["rows"] - reply["rows_first"]
         return self._run(meter, reply["begin_s"], reply["end_s"], rows, started_s, system)
 
-    def reduce_stream(self, batch_rows: int) -> Run:
-        """Run mappers as processes and reducers as Spark's tasks."""
+    def reduce_stream(self) -> Run:
+        """Run mappers as processes and reducers as Spark's tasks; the clock is that of this project alone."""
         assert self._ours is not None
-        question = self._input.question
-        spec = self._ours.spec(question.mapper, question.reducer)
-        system, name = self._ours.system, spec["processor"]
-        roots = [self._process.peer.pid, system.store_pid]
+        ours, question = self._ours, self._input.question
+        spec = ours.spec(question.mapper, question.reducer)
+        name = spec["processor"]
+        roots = [self._process.peer.pid, ours.system.store_pid]
         with Meter(lambda: roots) as meter, ExitStack() as stack:
-            mappers = stack.enter_context(Mappers(system, system.write_spec(spec), MAPPERS))
+            mappers = stack.enter_context(Mappers(ours.system, ours.system.write_spec(spec), MAPPERS))
             roots.extend(mappers.pids)
-            reply, started_s = self._process.ask(job="reduce_stream", spec=str(mappers.spec), batch_rows=batch_rows)
-        self._ours.check("this project under Spark")
-        forget(self._ours.state, name, name, question.table)
-        return self._measured(meter, reply, started_s, "this project under Spark")
+            clock = stack.enter_context(CommitClock(ours.state, name, ours.buckets))
+            self._process.ask(job="reduce_stream", spec=str(mappers.spec))
+        seen = clock.watched()
+        ours.check("this project under Spark")
+        forget(ours.state, name, name, question.table)
+        return self._run(meter, seen.begin_s, seen.end_s, seen.rows, seen.started_s, "this project under Spark")
 
 
 def checked(given: Input, counted: Path, system: str) -> None:

@@ -3,8 +3,8 @@
 | system | reads | its clock runs |
 |---|---|---|
 | this project | a queue of its store | from the first commit that is seen to the last |
-| this project under Spark | the same | from the end of the first micro-batch to the end of the last |
-| Spark alone | Parquet | the same |
+| this project under Spark | the same | the same |
+| Spark alone | Parquet | from the end of the first micro-batch to the end of the last |
 | Spark's real-time mode | Arrow files | from the end of the first batch to the end of the last but one |
 | Flink | CSV | from the first rows that are seen to be read to the last checkpoint |
 
@@ -112,6 +112,10 @@ class Ours(Base):
         self.system = stack.enter_context(LocalSystem(folder))
         self.state: StateClient = stack.enter_context(self.system.connect())
         self._runs = 0
+
+    @property
+    def buckets(self) -> Buckets:
+        return self._prepared.buckets(REDUCERS)
 
     def spec(self, mapper: str, reducer: str, reducers: int = REDUCERS) -> dict[str, Any]:
         """A spec over a new queue, which is filled here."""

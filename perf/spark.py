@@ -9,6 +9,8 @@ which starts Python workers and compiles, is not counted.
   discards the rows;
 - ``reduce_stream_speed_ratio``: the keyed count and latest time through ``reduce_stream`` (queue, mappers, shuffle and
   state table) over the same by Spark alone (Parquet files, ``groupBy``, its own shuffle and state store);
+- ``reduce_stream_vs_standalone``: the same through ``reduce_stream`` over the same spec with ``shuffle run``, which has
+  reducers of its own; both clocks run from the first commit that is seen to the last;
 - ``reduce_stream_bytes_ratio``: bytes written to storage by all processes for a byte of input, through
   ``reduce_stream``; ``spark_bytes_ratio`` is the same for Spark alone, with its shuffle files, state store and
   checkpoint; ``reduce_stream_vs_spark_bytes`` is the first divided by the second.
@@ -38,10 +40,11 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.streaming.query import StreamingQuery
 
 from perf.common import report
+from perf.common.progress import Buckets, CommitClock, fill_with, forget, watched
 from perf.yardsticks.spark_bare import BareSource
 from shuffle.errors import ShuffleError
 from shuffle.examples import processes
-from shuffle.examples.activity import COLUMNS, TABLE
+from shuffle.examples.activity import COLUMNS, KEY_COLUMNS, TABLE
 from shuffle.examples.generate import fill
 from shuffle.examples.local import PROJECT, LocalSystem
 from shuffle.examples.spark_pipeline import Mappers
@@ -57,11 +60,14 @@ MAPPERS = 2
 REDUCERS = 2
 SLICE_ROWS = 50_000
 QUERY_TIMEOUT_S = 300
+KEYED_MEMORY = "128MiB"
+"""The size of a mapper's window in the keyed count, as in ``perf.compare``."""
 LIMITS = {
-    "source_ratio": ">= 0.7",
-    "sink_ratio": ">= 0.5",
+    "source_ratio": ">= 0.9",
+    "sink_ratio": ">= 0.9",
     "reduce_stream_bytes_ratio": "<= 0.1",
-    "reduce_stream_speed_ratio": ">= 1.0",
+    "reduce_stream_speed_ratio": ">= 3",
+    "reduce_stream_vs_standalone": ">= 0.6",
 }
 
 
@@ -74,6 +80,7 @@ class Bench:
     state: StateClient
     batches: int
     batch_rows: int
+    keyed_batches: int
     figures: dict[str, list[float]] = field(default_factory=dict)
     _names: int = 0
 
@@ -136,15 +143,18 @@ def mb_per_s(bench: Bench, progress: Sequence[dict[str, Any]], bytes_total: int)
 # --- the processor behind the source and reduce_stream ---------------------------------------------------------------
 
 
-def mappers_of(bench: Bench, name: str, memory: str) -> Mappers:
-    spec = {
+def spec_of(name: str, queue: str, memory: str) -> dict[str, Any]:
+    return {
         "processor": name,
-        "input": {"queue": name},
+        "input": {"queue": queue},
         "mapper": {"class": "examples.activity:ParseLogs", "memory": memory, "batch_rows_max": SLICE_ROWS * REDUCERS},
         "reducer": {"class": "examples.activity:CountByUser", "count": REDUCERS},
         "metrics": False,
     }
-    return Mappers(bench.system, bench.system.write_spec(spec), MAPPERS)
+
+
+def mappers_of(bench: Bench, name: str, memory: str) -> Mappers:
+    return Mappers(bench.system, bench.system.write_spec(spec_of(name, name, memory)), MAPPERS)
 
 
 def wait_mapped(mappers: Mappers, rows: int) -> None:
@@ -158,18 +168,19 @@ def wait_mapped(mappers: Mappers, rows: int) -> None:
         time.sleep(0.1)
 
 
-def filled(bench: Bench, name: str) -> tuple[int, list[pa.Table]]:
-    rows: list[pa.Table] = []
+def filled(bench: Bench, name: str, rows: int) -> tuple[int, list[tuple[int, pa.Table]]]:
+    """Fill a queue; returns its bytes, and its rows with their partitions."""
+    batches: list[tuple[int, pa.Table]] = []
     size_bytes = fill(
         bench.state,
         name,
         Workload(with_user_share=1.0),
-        bench.rows,
+        rows,
         MAPPERS,
         SLICE_ROWS,
-        on_batch=lambda _, batch: rows.append(batch),
+        on_batch=lambda partition, batch: batches.append((partition, batch)),
     )
-    return size_bytes, rows
+    return size_bytes, batches
 
 
 # --- the pairs -------------------------------------------------------------------------------------------------------
@@ -177,7 +188,7 @@ def filled(bench: Bench, name: str) -> tuple[int, list[pa.Table]]:
 
 def measure_source(bench: Bench) -> None:
     name = bench.name("source")
-    size_bytes, _ = filled(bench, name)
+    size_bytes, _ = filled(bench, name, bench.rows)
     bench.note("bare_source_mb_per_s", mb_per_s(bench, bench.run(bench.bare(), "noop"), size_bytes))
     mappers = mappers_of(bench, name, "4GiB")
     try:
@@ -204,22 +215,39 @@ def measure_sink(bench: Bench) -> None:
 
 
 def measure_keyed(bench: Bench) -> None:
+    """The keyed count three times: by Spark alone, through ``reduce_stream``, and by this project alone."""
     name = bench.name("keyed")
-    size_bytes, rows = filled(bench, name)
+    size_bytes, batches = filled(bench, name, bench.keyed_batches * bench.batch_rows)
+    rows = [batch for _, batch in batches]
+    buckets = Buckets(MAPPERS, REDUCERS, KEY_COLUMNS)
+    for partition, batch in batches:
+        buckets.add(partition, batch)
+    buckets.close()
     expected = oracle(rows)
     files = Path(bench.folder("parquet"))
     files.mkdir()
-    for number in range(bench.batches):
-        pq.write_table(
-            pa.concat_tables(rows[number * len(rows) // bench.batches : (number + 1) * len(rows) // bench.batches]),
-            files / f"{number}.parquet",
-        )
-    spark_alone(bench, files, expected, size_bytes)
-    through_reduce_stream(bench, name, expected, size_bytes)
-    bench.state.drop_queue(name)
+    count = bench.keyed_batches
+    for number in range(count):
+        part = rows[number * len(rows) // count : (number + 1) * len(rows) // count]
+        pq.write_table(pa.concat_tables(part), files / f"{number}.parquet")
+    spark_alone(bench, files, buckets.rows, size_bytes)
+    through_reduce_stream(bench, name, buckets, expected, size_bytes)
+    forget(bench.state, name, name, TABLE)
+    again = bench.name("keyed")
+    fill_with(bench.state, again, rows[0].schema, batches)
+    seen = watched(bench.system, bench.state, spec_of(again, again, KEYED_MEMORY), buckets)
+    bench.note("standalone_mb_per_s", seen.rows / buckets.rows * size_bytes / seen.seconds / MB)
+    checked(bench, expected)
+    forget(bench.state, again, again, TABLE)
 
 
-def spark_alone(bench: Bench, files: Path, expected: pa.Table, size_bytes: int) -> None:
+def checked(bench: Bench, expected: pa.Table) -> None:
+    verdict = difference(expected, bench.state.scan(TABLE).read_all().select(COLUMNS))
+    if not verdict.exact:
+        raise ShuffleError(f"the result is wrong, so its time does not count: {verdict}")
+
+
+def spark_alone(bench: Bench, files: Path, rows_all: int, size_bytes: int) -> None:
     schema = bench.spark.read.parquet(str(files)).schema
     rows = bench.spark.readStream.schema(schema).option("maxFilesPerTrigger", 1).parquet(str(files))
     counted = rows.groupBy("user", "cluster").agg(F.max("timestamp").alias("last_access"), F.count("*").alias("count"))
@@ -236,31 +264,26 @@ def spark_alone(bench: Bench, files: Path, expected: pa.Table, size_bytes: int) 
     progress = finished(query)
     bench.note("spark_bytes_per_byte", (processes.tree_written_bytes(os.getpid()) - before) / size_bytes)
     bench.note("spark_mb_per_s", mb_per_s(bench, progress, size_bytes))
-    if sum(one["numInputRows"] for one in progress) != bench.rows:
+    if sum(one["numInputRows"] for one in progress) != rows_all:
         raise ShuffleError("Spark did not read all rows")
 
 
-def through_reduce_stream(bench: Bench, name: str, expected: pa.Table, size_bytes: int) -> None:
-    if TABLE in {table.name for table in bench.state.tables()}:
-        bench.state.drop_table(TABLE)
+def through_reduce_stream(bench: Bench, name: str, buckets: Buckets, expected: pa.Table, size_bytes: int) -> None:
     before = processes.tree_written_bytes(os.getpid())
-    mappers = mappers_of(bench, name, "64MiB")
+    mappers = mappers_of(bench, name, KEYED_MEMORY)
     try:
-        query = reduce_stream(
-            bench.spark,
-            str(mappers.spec),
-            bench.folder("checkpoint"),
-            trigger={"availableNow": True},
-            maxRowsPerTrigger=bench.batch_rows,
-        )
-        progress = finished(query)
+        with CommitClock(bench.state, name, buckets) as clock:
+            finished(
+                reduce_stream(
+                    bench.spark, str(mappers.spec), bench.folder("checkpoint"), trigger={"availableNow": True}
+                )
+            )
     finally:
         mappers.close()
+    seen = clock.watched()
     bench.note("reduce_stream_bytes_per_byte", (processes.tree_written_bytes(os.getpid()) - before) / size_bytes)
-    bench.note("reduce_stream_mb_per_s", mb_per_s(bench, progress, size_bytes))
-    verdict = difference(expected, bench.state.scan(TABLE).read_all().select(COLUMNS))
-    if not verdict.exact:
-        raise ShuffleError(f"the result is wrong, so its time does not count: {verdict}")
+    bench.note("reduce_stream_mb_per_s", seen.rows / buckets.rows * size_bytes / seen.seconds / MB)
+    checked(bench, expected)
 
 
 # --- all of it -------------------------------------------------------------------------------------------------------
@@ -286,23 +309,33 @@ def spark_session(folder: Path) -> SparkSession:
 
 
 def bars(figures: dict[str, list[float]]) -> dict[str, float]:
+    """The bars of what was measured."""
     middle = {name: report.median(values) for name, values in figures.items()}
-    return {
-        "source_ratio": middle["source_mb_per_s"] / middle["bare_source_mb_per_s"],
-        "sink_ratio": middle["sink_mb_per_s"] / middle["bare_sink_mb_per_s"],
-        "reduce_stream_bytes_ratio": middle["reduce_stream_bytes_per_byte"],
-        "spark_bytes_ratio": middle["spark_bytes_per_byte"],
-        "reduce_stream_vs_spark_bytes": middle["reduce_stream_bytes_per_byte"] / middle["spark_bytes_per_byte"],
-        "reduce_stream_speed_ratio": middle["reduce_stream_mb_per_s"] / middle["spark_mb_per_s"],
+    over = {
+        "source_ratio": ("source_mb_per_s", "bare_source_mb_per_s"),
+        "sink_ratio": ("sink_mb_per_s", "bare_sink_mb_per_s"),
+        "reduce_stream_vs_spark_bytes": ("reduce_stream_bytes_per_byte", "spark_bytes_per_byte"),
+        "reduce_stream_speed_ratio": ("reduce_stream_mb_per_s", "spark_mb_per_s"),
+        "reduce_stream_vs_standalone": ("reduce_stream_mb_per_s", "standalone_mb_per_s"),
     }
+    found = {bar: middle[ours] / middle[other] for bar, (ours, other) in over.items() if ours in middle}
+    if "spark_bytes_per_byte" in middle:
+        found["reduce_stream_bytes_ratio"] = middle["reduce_stream_bytes_per_byte"]
+        found["spark_bytes_ratio"] = middle["spark_bytes_per_byte"]
+    return found
 
 
 def measure(args: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="shuffle-perf-spark-"))
     try:
         with LocalSystem(folder) as system, system.connect() as state:
-            bench = Bench(spark_session(folder), system, state, args.batches, args.batch_rows)
-            pairs: list[Callable[[Bench], None]] = [measure_source, measure_sink, measure_keyed]
+            bench = Bench(spark_session(folder), system, state, args.batches, args.batch_rows, args.keyed_batches)
+            every: dict[str, Callable[[Bench], None]] = {
+                "source": measure_source,
+                "sink": measure_sink,
+                "keyed": measure_keyed,
+            }
+            pairs = [measured for name, measured in every.items() if name in args.only.split(",")]
             for _ in range(args.rounds):
                 for pair in pairs:
                     pair(bench)
@@ -311,6 +344,7 @@ def measure(args: argparse.Namespace) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     details = {
         "batches": args.batches,
+        "keyed_batches": args.keyed_batches,
         "batch_rows": args.batch_rows,
         "rounds": args.rounds,
         **{name: report.spread(values) for name, values in bench.figures.items()},
@@ -322,8 +356,10 @@ def measure(args: argparse.Namespace) -> int:
 def main() -> int:
     parser = report.parser("spark", "What does the Spark connector cost, and what does it save?")
     parser.add_argument("--batches", type=int, default=6, help="micro-batches of each query (default: 6)")
+    parser.add_argument("--keyed-batches", type=int, default=20, help="the same for the keyed count (default: 20)")
     parser.add_argument("--batch-rows", type=int, default=500_000, help="rows of each micro-batch (default: 500,000)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each pair is run (default: 3)")
+    parser.add_argument("--only", default="source,sink,keyed", help="which of source,sink,keyed (default: all)")
     args = parser.parse_args()
     return report.run_and_report_errors(lambda: measure(args))
 

@@ -42,8 +42,8 @@ from perf.common import compare_pictures, report
 from perf.common.keyed_rows import KeyedRows, load_table
 from perf.common.progress import Buckets, fill_with, forget, watched
 from perf.common.workload_files import in_turn, write_forms
+from perf.yardsticks.compare_others import FILES_PER_BATCH, Spark, SparkProcess
 from perf.yardsticks.compare_peer import PeerFailed
-from perf.yardsticks.compare_systems import FILES_PER_BATCH, Spark
 from shuffle.errors import ShuffleError
 from shuffle.examples import processes
 from shuffle.examples.local import LocalSystem, workers
@@ -300,8 +300,9 @@ def spark_repartition(args: argparse.Namespace, folder: Path) -> float:
     workload = Workload(seed=args.seed, with_user_share=1.0)
     rows = max(args.rows // 4, 4 * BATCH_ROWS)
     with ExitStack() as stack:
-        given = write_forms(folder, workload, rows, MAPPERS, BATCH_ROWS, rows // (4 * FILES_PER_BATCH), False)
-        return Spark(given, folder, stack, None).repartition().written_per_byte
+        given = write_forms(folder, workload, rows, MAPPERS, BATCH_ROWS, rows // (4 * FILES_PER_BATCH), ["parquet"])
+        process = SparkProcess("spark_alone", folder, stack)
+        return Spark(given, folder, process, None).repartition().written_per_byte
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,10 +4,15 @@ A task fetches its reducer's rows inside Spark's Python worker, runs the project
 state together with the positions, as a reducer process does. The reducer's row in the store says what has been
 processed, not Spark's checkpoint: a task that is run again, or twice at once, reads that row and changes nothing. What
 goes to the JVM is one row for each task, or the rows that the reducer emits (``emitted``).
+
+Because of that a task need not stop where its micro-batch ends: if the query does not limit its micro-batches and no
+rows are emitted, the task goes on for a while with the rows that come next (``RUN_ON_S``). The micro-batch that has
+these rows then finds them committed.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +38,7 @@ from shuffle.reducer.cycle import CycleEnvironment, ReduceCycle
 from shuffle.reducer.daemon import limits_of
 from shuffle.reducer.outputs.opening import emitter
 from shuffle.reducer.reduce import Reduced, ReduceStage
+from shuffle.reducer.shared_core import GATHER_IDLE_S, GATHER_S_MAX
 from shuffle.spark_connector.options import Options
 from shuffle.spark_connector.schemas import arrow_schema, as_schema, spark_schema
 from shuffle.spark_connector.sink.emitted import Emission, emitted_schema, prepare
@@ -58,8 +64,10 @@ SUMMARY_SCHEMA = pa.schema(
 """The row that a task gives to Spark: what it has committed itself. A task that is run again commits little or
 nothing."""
 
-GATHER_S = 0.1
-"""The time in seconds that rows may wait for more rows before they are reduced: larger batches mean fewer commits."""
+RUN_ON_S = 2.0
+"""The time in seconds for which a task goes on behind the end of its micro-batch, as long as the mappers have rows.
+Between two micro-batches Spark plans, writes its logs and starts tasks, which takes a few tenths of a second, in which
+nothing is reduced."""
 
 RESTARTS_MAX = 100
 """The number of times that a task begins again because another one has moved its reducer's row. Each time that other
@@ -124,6 +132,8 @@ class ReduceStreamReader(StreamReaderBase):
         super().__init__(options)
         self._emit = options.text("emit")
         self._schema = arrow_schema(schema)
+        # Limits of a micro-batch are exact, and emitted rows belong to one micro-batch.
+        self._runs_on = self._limits.rows_max is None and self._limits.bytes_max is None and not self._emit
 
     @property
     def driver(self) -> DriverSide:
@@ -157,7 +167,7 @@ class ReduceStreamReader(StreamReaderBase):
         if self._emit:
             ends = {mapper: end for mapper, _, end, _ in partition.ranges}
             emission = Emission(self.processor.store, self.processor.name, self._emit, partition.reducer, ends)
-        done = ReduceTask(self._loaded(), self.processor, partition, emission).run()
+        done = ReduceTask(self._loaded(), self.processor, partition, emission, self._runs_on).run()
         if emission is not None:
             for batch in emission.rows():
                 yield as_schema(batch, self._schema)
@@ -232,23 +242,28 @@ class _Feed:
             self.changed.notify_all()
 
     def next_batch(self) -> ReduceBatch | None:
-        """The next rows to reduce; None when all rows have been reduced."""
+        """The next rows to reduce; None when all rows have been reduced. Rows add up for a while before they are
+        reduced, as in a reducer process under load: larger batches mean fewer commits."""
         gather_until_s: float | None = None
+        seen_bytes = 0
         with self.changed:
             while True:
                 if self.error is not None:
                     raise self.error
-                core, limits = self.core, self.core.limits
-                full = core.queued_bytes * 2 >= limits.batch_bytes_max or core.queued_rows * 2 >= limits.batch_rows_max
-                now_s = time.monotonic()
-                if core.queued_rows and gather_until_s is None:
-                    gather_until_s = now_s + GATHER_S
-                waited = gather_until_s is not None and now_s >= gather_until_s
-                if full or waited or not self.fetching or core.in_flight is not None:
+                core, now_s = self.core, time.monotonic()
+                if core.queued_bytes and gather_until_s is None:
+                    gather_until_s = now_s + GATHER_S_MAX
+                waited = gather_until_s is not None and (now_s >= gather_until_s or core.queued_bytes == seen_bytes)
+                if core.has_enough or waited or not self.fetching or core.in_flight is not None:
                     batch = core.take()
                     if batch is not None or not self.fetching:
                         return batch
-                self.changed.wait(GATHER_S)
+                seen_bytes = core.queued_bytes
+                self.changed.wait(GATHER_IDLE_S)
+
+    def cursor(self, mapper: int) -> int:
+        with self.changed:
+            return int(self.core.cursor(MapperIndex(mapper)))
 
     def committed_index(self, mapper: int) -> int:
         with self.changed:
@@ -277,8 +292,14 @@ class ReduceTask:
     """One reducer's part of one micro-batch."""
 
     def __init__(
-        self, spec: ProcessorSpec, processor: Processor, part: ReducerPart, emission: Emission | None = None
+        self,
+        spec: ProcessorSpec,
+        processor: Processor,
+        part: ReducerPart,
+        emission: Emission | None = None,
+        runs_on: bool = False,
     ) -> None:
+        self._run_on_until_s = time.monotonic() + RUN_ON_S if runs_on else 0.0
         self._spec = spec
         self._emission = emission
         self._processor = processor
@@ -294,7 +315,8 @@ class ReduceTask:
         """Everything up to the end of the micro-batch is committed when this returns, by this task or by another.
 
         1. Read the reducer's row: the rows up to there have been processed.
-        2. Fetch the rest of the micro-batch from all mappers; reduce and commit it in order.
+        2. Fetch the rest of the micro-batch from all mappers, and what comes behind it if the task may run on; reduce
+           and commit it in order.
         3. If another task has moved the reducer's row meanwhile, begin again.
         4. Notify the mappers, so that they can go on reading even if there is no next micro-batch yet.
         """
@@ -306,6 +328,7 @@ class ReduceTask:
             try:
                 self._process(core)  # 2
             except _Restart:
+                self._run_on_until_s = 0.0  # Another task is at work, and goes on itself.
                 continue  # 3
             committed = core.committed_state
             indexes = {mapper: {int(self._index): int(committed[MapperIndex(mapper)])} for mapper in self._ends}
@@ -340,7 +363,7 @@ class ReduceTask:
             rows = self._processor.rows(
                 self._index, mapper, begin, end, lambda: feed.committed_index(mapper), self._hints[mapper]
             )
-            for batch, last in rows:
+            for batch, last in itertools.chain(rows, self._beyond(feed, mapper, begin)):
                 if not feed.put(mapper, batch, last):
                     return
         except RowsGone as gone:
@@ -350,6 +373,19 @@ class ReduceTask:
             error = raised
         finally:
             feed.end(mapper, error)
+
+    def _beyond(self, feed: _Feed, mapper: int, begin: int) -> Iterator[tuple[pa.RecordBatch, int]]:
+        """The rows behind those of the micro-batch, of which there are none after ``begin`` if that is further; none if
+        the task may not run on."""
+        if time.monotonic() < self._run_on_until_s:
+            yield from self._processor.rows_beyond(
+                self._index,
+                mapper,
+                max(begin, self._ends[mapper], feed.cursor(mapper)),
+                lambda: feed.committed_index(mapper),
+                self._hints[mapper],
+                self._run_on_until_s,
+            )
 
     def _begin(self, feed: _Feed, mapper: int) -> int:
         """The shuffle index after which to request rows.

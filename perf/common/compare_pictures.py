@@ -11,7 +11,14 @@ SYSTEM_COLOURS = {
     "this project": pictures.COLOURS[0],
     "this project under Spark": pictures.COLOURS[5],
     "Spark": pictures.COLOURS[1],
+    "Spark, real-time mode": pictures.COLOURS[2],
     "Flink": pictures.COLOURS[3],
+}
+TITLES = {
+    "count": "Count and latest time per key",
+    "repartition": "Full rows repartitioned by key",
+    "many_reducers": "The same count with 20 reducers",
+    "large_state": "Count and sum per key, 3 million keys",
 }
 PANELS = (
     ("mb_per_s", "MB/s", "more is better"),
@@ -24,7 +31,7 @@ def compare(series: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """One picture for each job, with a bar for each system in each panel."""
     for job in dict.fromkeys(row["job"] for row in series["systems"]):
         rows = [row for row in series["systems"] if row["job"] == job]
-        yield f"compare-{job}", _systems(job, rows)
+        yield f"compare-{job.replace('_', '-')}", _systems(job, rows)
 
 
 def _systems(job: str, rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -41,7 +48,7 @@ def _systems(job: str, rows: Sequence[Mapping[str, Any]]) -> Any:
         axes.set_xlabel(f"{unit} ({better})")
         axes.set_xlim(0, max(values) * 1.25 or 1)
         axes.grid(axis="y", visible=False)
-    panels[0].set_title("Count and latest time per key" if job == "count" else "Full rows repartitioned by key")
+    panels[0].set_title(TITLES[job])
     return figure
 
 

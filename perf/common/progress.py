@@ -7,6 +7,7 @@ not measured; rows that were committed when it started are not counted.
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,43 @@ def watched(
     if first is None or last[1] == first[1]:
         raise ShuffleError("everything was committed before the clock could start: take more rows")
     return Watched(started_s, first[0], last[0], last[1] - first[1], first[1])
+
+
+class CommitClock:
+    """The clock of ``watched`` for a processor that the caller runs, for instance under Spark."""
+
+    def __init__(self, state: StateClient, processor: str, buckets: Buckets) -> None:
+        self._state, self._processor, self._buckets = state, processor, buckets
+        self._started_s = time.time()
+        self._seen: list[tuple[float, int]] = []
+        """The times at which more rows were seen to be committed, and how many were by then."""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="commit-clock", daemon=True)
+
+    def __enter__(self) -> CommitClock:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        done = 0
+        while not self._stopping.wait(POLL_END_S if NEAR_END * self._buckets.rows <= done else POLL_S):
+            now = committed(self._state, self._processor, self._buckets)
+            if now > done:
+                done = now
+                self._seen.append((time.time(), done))
+
+    def watched(self) -> Watched:
+        """What was seen, after the end of the block. Every row must be committed."""
+        if not self._seen or self._seen[-1][1] != self._buckets.rows:
+            raise ShuffleError(f"{self._processor} ended with {self._seen[-1:]} of {self._buckets.rows} rows committed")
+        (begin_s, rows_first), (end_s, rows) = self._seen[0], self._seen[-1]
+        if rows == rows_first:
+            raise ShuffleError("everything was committed before the clock could start: take more rows")
+        return Watched(self._started_s, begin_s, end_s, rows - rows_first, rows_first)
 
 
 def committed(state: StateClient, processor: str, buckets: Buckets) -> int:

@@ -1,10 +1,11 @@
-"""The systems of ``perf.compare``: the same jobs on the same rows, each result checked before its time counts.
+"""This project in ``perf.compare``, and what is measured of every system there.
 
 | system | reads | its clock runs |
 |---|---|---|
 | this project | a queue of its store | from the first commit that is seen to the last |
-| this project under Spark | the same | from the end of the first micro-batch to the end of the last |
-| Spark alone | Parquet | the same |
+| this project under Spark | the same | the same |
+| Spark alone | Parquet | from the end of the first micro-batch to the end of the last |
+| Spark's real-time mode | Arrow files | from the end of the first batch to the end of the last but one |
 | Flink | CSV | from the first rows that are seen to be read to the last checkpoint |
 
 Rows that were processed when the clock started are not counted, and processor time is that of the same period. Bytes
@@ -13,36 +14,24 @@ written and the peak of memory are those of the whole run.
 
 from __future__ import annotations
 
-import sys
-import time
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from perf.common.progress import Buckets, fill_with, forget, watched
 from perf.common.workload_files import Input, in_turn
-from perf.yardsticks.compare_peer import Peer
 from perf.yardsticks.compare_usage import Meter
-from perf.yardsticks.flink import Flink
 from shuffle.errors import ShuffleError
-from shuffle.examples.activity import COLUMNS, KEY_COLUMNS, TABLE
-from shuffle.examples.local import PROJECT, LocalSystem
-from shuffle.examples.spark_pipeline import Mappers
-from shuffle.examples.workload import SCHEMA, difference
+from shuffle.examples.local import LocalSystem
 from shuffle.statestore import StateClient
 
 MAPPERS = 2
 REDUCERS = 2
-RESPONSE_TIMEOUT_S = 400.0
 READ_BATCHES = 2
 """The number of batches of the input that a mapper of this project reads at once."""
-FILES_PER_BATCH = 2
-"""The number of files in a micro-batch of Spark: one for each core."""
+NAME = "this project"
 
 
 @dataclass(frozen=True)
@@ -77,12 +66,6 @@ class Run:
         return self.written_bytes / self.input_bytes
 
 
-def correct(expected: pa.Table, actual: pa.Table, system: str) -> None:
-    verdict = difference(expected, actual.select(COLUMNS))
-    if not verdict.exact:
-        raise ShuffleError(f"the result of {system} is wrong, so its time does not count: {verdict}")
-
-
 class Base:
     def __init__(self, given: Input) -> None:
         self._input = given
@@ -102,27 +85,43 @@ class Base:
         )
 
 
+class Prepared:
+    """The rows of an input in memory, and where each of them belongs. They are made once: making them costs more than
+    appending them."""
+
+    def __init__(self, given: Input) -> None:
+        self.input = given
+        self.batches = list(in_turn(given.workload, given.rows, MAPPERS, given.batch_rows))
+        self._buckets: dict[int, Buckets] = {}
+
+    def buckets(self, reducers: int) -> Buckets:
+        if reducers not in self._buckets:
+            made = Buckets(MAPPERS, reducers, self.input.question.key)
+            for partition, batch in self.batches:
+                made.add(partition, batch)
+            self._buckets[reducers] = made.close()
+        return self._buckets[reducers]
+
+
 class Ours(Base):
     """This project: one store for all runs, and for each run new mappers and reducers and a queue filled beforehand."""
 
-    def __init__(self, given: Input, folder: Path, stack: ExitStack) -> None:
-        super().__init__(given)
+    def __init__(self, prepared: Prepared, folder: Path, stack: ExitStack) -> None:
+        super().__init__(prepared.input)
+        self._prepared = prepared
         self.system = stack.enter_context(LocalSystem(folder))
         self.state: StateClient = stack.enter_context(self.system.connect())
-        # The rows are made once: making them costs more than appending them.
-        made = in_turn(given.workload, given.rows, MAPPERS, given.batch_rows)
-        self._batches = list(made)
-        buckets = Buckets(MAPPERS, REDUCERS, KEY_COLUMNS)
-        for partition, batch in self._batches:
-            buckets.add(partition, batch)
-        self._buckets = buckets.close()
         self._runs = 0
 
-    def spec(self, mapper: str, reducer: str) -> dict[str, Any]:
+    @property
+    def buckets(self) -> Buckets:
+        return self._prepared.buckets(REDUCERS)
+
+    def spec(self, mapper: str, reducer: str, reducers: int = REDUCERS) -> dict[str, Any]:
         """A spec over a new queue, which is filled here."""
         self._runs += 1
         name = f"run-{self._runs}"
-        fill_with(self.state, name, SCHEMA, self._batches)
+        fill_with(self.state, name, self._input.question.schema, self._prepared.batches)
         return {
             "processor": name,
             "input": {"queue": name},
@@ -132,124 +131,52 @@ class Ours(Base):
                 "batch_rows_max": READ_BATCHES * self._input.batch_rows,
                 "batch_bytes_max": "32MiB",
             },
-            "reducer": {"class": reducer, "count": REDUCERS},
+            "reducer": {"class": reducer, "count": reducers},
             "metrics": False,
         }
 
-    def count(self) -> Run:
-        return self._processed("perf.common.jobs:KeyAndTime", "examples.activity:DeclaredCountByUser", counted=True)
+    def count(self, reducers: int = REDUCERS) -> Run:
+        """Count, and empty the table again for the next run."""
+        question = self._input.question
+        spec = self.spec(question.mapper, question.reducer, reducers)
+        run = self.processed(spec)
+        self.check(NAME)
+        forget(self.state, spec["processor"], spec["processor"], question.table)
+        return run
 
     def repartition(self) -> Run:
         """Repartition the rows. There is no table to compare: the positions show that each row was committed by the
         reducer it belongs to."""
-        return self._processed("perf.common.jobs:WholeRows", "perf.common.jobs:KeepNothing", counted=False)
+        spec = self.spec("perf.common.jobs:WholeRows", "perf.common.jobs:KeepNothing")
+        run = self.processed(spec)
+        forget(self.state, spec["processor"], spec["processor"])
+        return run
 
-    def _processed(self, mapper: str, reducer: str, counted: bool) -> Run:
-        system = "this project"
-        spec = self.spec(mapper, reducer)
+    def processed(self, spec: dict[str, Any]) -> Run:
+        """Run a spec to the end of its queue. The caller checks the result."""
         roots = [self.system.store_pid]
+        buckets = self._prepared.buckets(spec["reducer"]["count"])
         with Meter(lambda: roots) as meter:
-            seen = watched(self.system, self.state, spec, self._buckets, lambda started: roots.append(started.pid))
-        if counted:
-            self.check(system)
-        forget(self.state, spec["processor"], spec["processor"], TABLE)
-        return self._run(meter, seen.begin_s, seen.end_s, seen.rows, seen.started_s, system)
+            seen = watched(self.system, self.state, spec, buckets, lambda started: roots.append(started.pid))
+            # What the store has put off is part of the price.
+            meter.wait_until_nothing_is_written()
+        return self._run(meter, seen.begin_s, seen.end_s, seen.rows, seen.started_s, NAME)
 
     def check(self, system: str) -> None:
-        correct(self._input.expected, self.state.scan(TABLE).read_all(), system)
+        question = self._input.question
+        question.check(self._input.expected, self.state.scan(question.table).read_all(), system)
 
 
-class Spark(Base):
-    """Spark in its own process: alone, and with this project's reducers as its tasks."""
-
-    def __init__(self, given: Input, folder: Path, stack: ExitStack, ours: Ours | None) -> None:
-        super().__init__(given)
-        self._ours = ours
-        self._folder = folder
-        self._stack = stack
-        self._asked = 0
-
-    @cached_property
-    def peer(self) -> Peer:
-        """Spark's process. It is started when it is first needed, not while another system is measured."""
-        python = {"PYSPARK_PYTHON": sys.executable, "PYSPARK_DRIVER_PYTHON": sys.executable}
-        command = [sys.executable, "-m", "perf.yardsticks.spark_alone", str(self._folder)]
-        peer = Peer("spark", command, self._folder, {"PYTHONPATH": str(PROJECT), **python})
-        self._stack.callback(peer.close)
-        return peer
-
-    def count(self) -> Run:
-        run, _ = self._asked_for("count")
-        to = self._folder / "spark-counted.parquet"
-        self.peer.call(RESPONSE_TIMEOUT_S, job="counted", to=str(to))
-        correct(self._input.expected, pq.read_table(to), "Spark")
-        to.unlink()
-        return run
-
-    def repartition(self) -> Run:
-        run, reply = self._asked_for("repartition")
-        if reply["rows_behind"] != self._input.rows:
-            raise ShuffleError(f"Spark repartitioned {reply['rows_behind']} rows of {self._input.rows}")
-        return run
-
-    def _asked_for(self, job: str) -> tuple[Run, dict[str, Any]]:
-        pid = (
-            self.peer.pid
-        )  # Starts the peer here: it ends with the thread that has started it, and the meter's thread ends soon.
-        with Meter(lambda: [pid]) as meter:
-            reply, started_s = self._ask(job=job, parquet=str(self._input.parquet), files_per_batch=FILES_PER_BATCH)
-            meter.stop_counting_bytes()
-        return self._measured(meter, reply, started_s, "Spark"), reply
-
-    def _ask(self, **request: Any) -> tuple[dict[str, Any], float]:
-        started_s = self.peer.started_s if not self._asked else time.time()
-        self._asked += 1
-        reply = self.peer.call(RESPONSE_TIMEOUT_S, **request)
-        if reply["rows"] != self._input.rows:
-            raise ShuffleError(f"Spark read {reply['rows']} rows of {self._input.rows}")
-        return reply, started_s
-
-    def _measured(self, meter: Meter, reply: dict[str, Any], started_s: float, system: str) -> Run:
-        rows = reply["rows"] - reply["rows_first"]
-        return self._run(meter, reply["begin_s"], reply["end_s"], rows, started_s, system)
-
-    def reduce_stream(self, batch_rows: int) -> Run:
-        """Run mappers as processes and reducers as Spark's tasks."""
-        assert self._ours is not None
-        spec = self._ours.spec("perf.common.jobs:KeyAndTime", "examples.activity:DeclaredCountByUser")
-        system, name = self._ours.system, spec["processor"]
-        roots = [self.peer.pid, system.store_pid]
-        with Meter(lambda: roots) as meter, ExitStack() as stack:
-            mappers = stack.enter_context(Mappers(system, system.write_spec(spec), MAPPERS))
-            roots.extend(mappers.pids)
-            reply, started_s = self._ask(job="reduce_stream", spec=str(mappers.spec), batch_rows=batch_rows)
-        self._ours.check("this project under Spark")
-        forget(self._ours.state, name, name, TABLE)
-        return self._measured(meter, reply, started_s, "this project under Spark")
-
-
-class FlinkCount(Base):
-    def __init__(self, given: Input, folder: Path, stack: ExitStack, python: Path) -> None:
-        super().__init__(given)
-        self._folder, self._stack, self._python = folder, stack, python
-        self._asked = 0
-
-    @cached_property
-    def _flink(self) -> Flink:
-        flink = Flink(self._python, self._folder, self._input.csv)
-        self._stack.callback(flink.close)
-        return flink
-
-    def count(self) -> Run:
-        run = self.run("count")
-        correct(self._input.expected, self._flink.counted(), "Flink")
-        return run
-
-    def run(self, job: str) -> Run:
-        """Run a job whose result is not checked: a part of the count, for the details."""
-        started_s = self._flink.peer.started_s if not self._asked else time.time()
-        self._asked += 1
-        with Meter(lambda: [self._flink.peer.pid]) as meter:
-            begin_s, rows_first, end_s = self._flink.run(job)
-            meter.stop_counting_bytes()
-        return self._run(meter, begin_s, end_s, self._input.rows - rows_first, started_s, "Flink")
+def count_afresh(prepared: Prepared, folder: Path) -> Run:
+    """A count on a store of its own, so that a large state that an earlier run has left does not burden this one."""
+    own = folder / "afresh"
+    try:
+        with ExitStack() as stack:
+            own.mkdir()
+            ours = Ours(prepared, own, stack)
+            question = prepared.input.question
+            run = ours.processed(ours.spec(question.mapper, question.reducer))
+            ours.check(NAME)
+            return run
+    finally:
+        shutil.rmtree(own, ignore_errors=True)

@@ -20,6 +20,11 @@ import numpy as np
 from shuffle.examples import processes
 
 PERIOD_S = 0.25
+REST_S = 2.0
+"""Nothing is written any more when nothing was for this long, in seconds."""
+REST_TIMEOUT_S = 60.0
+REST_BYTES = 100_000
+"""What may be written within that time without being noticed: logs, leases."""
 
 
 def private_bytes(pid: int) -> int:
@@ -69,6 +74,14 @@ class Meter:
             self._memory_bytes.append(sum(private_bytes(pid) for pid in pids))
             if self._stopping.wait(PERIOD_S):
                 return
+
+    def wait_until_nothing_is_written(self) -> None:
+        """Wait for what was put off, such as compaction: it is part of what a run writes."""
+        deadline_s = time.monotonic() + REST_TIMEOUT_S
+        before, after = -REST_BYTES, processes.tree_written_bytes(os.getpid())
+        while after - before >= REST_BYTES and time.monotonic() < deadline_s:
+            time.sleep(REST_S)
+            before, after = after, processes.tree_written_bytes(os.getpid())
 
     def stop_counting_bytes(self) -> None:
         """Do not count bytes that are written from now on, for instance to check the result."""

@@ -15,10 +15,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.csv as csv
 
 from perf.yardsticks.compare_peer import Peer
 from shuffle.examples.local import PROJECT
-from shuffle.examples.workload import RESULT_SCHEMA
 
 PACKAGE = "apache-flink==2.3.0"
 HEAP = "-Xmx2g"
@@ -60,19 +60,19 @@ def installed() -> Path:
 class Flink:
     """Flink's process, and its REST interface for progress."""
 
-    def __init__(self, python: Path, folder: Path, csv: Path) -> None:
+    def __init__(self, python: Path, folder: Path) -> None:
         self._port = _free_port()
-        self._folder = folder
-        command = [str(python), "-m", "perf.yardsticks.flink_job", str(folder), str(csv), str(self._port)]
+        self._printed = _in_memory(folder) / f"{folder.name}-flink-printed.txt"
+        command = [str(python), "-m", "perf.yardsticks.flink_job", str(folder), str(self._printed), str(self._port)]
         self.peer = Peer("flink", command, folder, {"PYTHONPATH": str(PROJECT), "JVM_ARGS": HEAP})
 
-    def run(self, job: str) -> tuple[float, int, float]:
+    def run(self, job: str, question: str, lines: Path, parallelism: int) -> tuple[float, int, float]:
         """Run a job; returns when rows were first seen to be read, how many, and when it had ended (wall clock).
 
         The end is that of the last checkpoint: only then is everything counted exactly once.
         """
         deadline_s = time.monotonic() + JOB_TIMEOUT_S
-        self.peer.send(job=job)
+        self.peer.send(job=job, question=question, csv=str(lines), parallelism=parallelism)
         first: tuple[float, int] | None = None
         while not self.peer.has_response() and time.monotonic() < deadline_s:
             rows = self._rows_read() if first is None else 0
@@ -99,41 +99,59 @@ class Flink:
             found: dict[str, Any] = json.load(response)
         return found
 
-    def counted(self) -> pa.Table:
+    def counted(self, result: pa.Schema) -> pa.Table:
         """The result of the last count, from everything it has printed."""
-        path = self._folder / "flink-printed.txt"
-        self.peer.call(JOB_TIMEOUT_S, job="printed", to=str(path))
+        self.peer.call(JOB_TIMEOUT_S, job="printed")
         try:
-            return last_changes(path)
+            return last_changes(self._printed, result)
         finally:
-            path.unlink()
+            self._printed.unlink()
 
     def close(self) -> None:
         self.peer.close()
+        self._printed.unlink(missing_ok=True)
 
 
-def last_changes(path: Path) -> pa.Table:
+def last_changes(path: Path, result: pa.Schema) -> pa.Table:
     """The last change of each key among lines like ``2> +U[root, cluster-01, 1767225600142269, 7]``.
 
-    The changes of one key are printed in order, since they are all printed by one thread.
+    The key are the columns of ``result`` that are text; times are in microseconds. The changes of one key are printed
+    in order, since they are all printed by one thread.
     """
-    pattern = (
-        r"^(?:\d+> )?(?P<change>\+I|\+U|-U|-D)\[(?P<user>[^,]*), (?P<cluster>[^,]*), (?P<at>\d+), (?P<count>\d+)\]$"
-    )
-    lines = pc.extract_regex(pa.array(path.read_text().splitlines(), pa.string()), pattern)
-    rows = pa.table(dict(zip(("change", "user", "cluster", "at", "count"), lines.flatten(), strict=True))).drop_null()
-    rows = rows.filter(pc.not_equal(rows["change"], "-U"))
-    columns = ("change", "at", "count")
+    rows = _printed_rows(path, len(result)).filter(pc.invert(pc.ends_with(pc.field("change"), "-U")))
+    key = [field.name for field in result if pa.types.is_string(field.type)]
+    rows = rows.rename_columns(["change", *result.names])
+    others = [name for name in rows.column_names if name not in key]
     # With one thread the order of the rows is kept, and "last" depends on that order.
-    last = rows.group_by(["user", "cluster"], use_threads=False).aggregate([(name, "last") for name in columns])
-    last = last.filter(pc.not_equal(last["change_last"], "-D"))
-    found = [
-        last["user"],
-        last["cluster"],
-        last["at_last"].cast(pa.int64()).cast(pa.timestamp("us")),
-        last["count_last"].cast(pa.int64()),
+    last = rows.group_by(key, use_threads=False).aggregate([(name, "last") for name in others])
+    last = last.filter(pc.invert(pc.ends_with(last["change_last"], "-D")))
+    columns = [
+        last[field.name] if field.name in key else last[f"{field.name}_last"].cast(pa.int64()).cast(field.type)
+        for field in result
     ]
-    return pa.Table.from_arrays(found, schema=RESULT_SCHEMA)
+    return pa.Table.from_arrays(columns, schema=result)
+
+
+def _printed_rows(path: Path, columns: int) -> pa.Table:
+    """The lines as a column ``change``, which ends with the kind of change, and the columns of the row, as text."""
+    names = [str(at) for at in range(columns)]
+    lines = csv.read_csv(
+        path,
+        csv.ReadOptions(column_names=names),
+        csv.ParseOptions(quote_char=False, invalid_row_handler=lambda _row: "skip"),
+        csv.ConvertOptions(column_types={name: pa.string() for name in names}, strings_can_be_null=False),
+    )
+    lines = lines.filter(pc.match_substring(lines["0"], "[")).combine_chunks()
+    opened = pc.split_pattern(lines["0"], "[", max_splits=1)
+    values = [pc.list_element(opened, 1), *(lines[name] for name in names[1:])]
+    trimmed = {name: pc.utf8_trim(values[at], " ]") for at, name in enumerate(names)}
+    return pa.table({"change": pc.list_element(opened, 0), **trimmed})
+
+
+def _in_memory(folder: Path) -> Path:
+    """A folder whose files are in memory, where there is one: what is printed must not be written to the disk."""
+    shared = Path("/dev/shm")
+    return shared if os.access(shared, os.W_OK) else folder
 
 
 def _free_port() -> int:

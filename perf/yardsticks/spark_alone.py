@@ -14,17 +14,16 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.streaming.query import StreamingQuery
 
 from perf.yardsticks.compare_peer import serve
-from shuffle.examples.workload import RESULT_SCHEMA
 from shuffle.spark_connector.reduce import reduce_frame
 
 CORES = 2
@@ -34,10 +33,19 @@ ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvi
 KEY_COLUMNS = ["user", "cluster"]
 
 
-def session(folder: Path) -> SparkSession:
+def aggregates(question: str) -> tuple[list[str], list[Column]]:
+    """The key of a question and what is computed for each; columns are named as in its result."""
+    if question == "count":
+        return KEY_COLUMNS, [F.max("timestamp").alias("last_access"), F.count("*").alias("count")]
+    return ["customer"], [F.count("*").alias("orders"), F.sum("amount").alias("spent")]
+
+
+def session(folder: Path, slots: int = CORES, settings: Mapping[str, str] | None = None) -> SparkSession:
+    builder = SparkSession.builder.master(f"local[{slots}]")
+    for name, value in (settings or {}).items():
+        builder = builder.config(name, value)
     spark = (
-        SparkSession.builder.master(f"local[{CORES}]")
-        .appName("perf.compare")
+        builder.appName("perf.compare")
         .config("spark.ui.enabled", "false")
         .config("spark.ui.showConsoleProgress", "false")
         # The JVM is stopped while others are measured, and its timers must not conclude that an executor is dead.
@@ -61,6 +69,8 @@ class Jobs:
         self._spark = session(folder)
         self._queries = 0
         self._checkpoint = folder
+        self._counted: list[str] = []
+        """The columns of the last count."""
 
     def __call__(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         job = {
@@ -72,22 +82,16 @@ class Jobs:
         return job[request["job"]](request)
 
     def count(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Compute the count and latest time of each user and cluster."""
-        counted = (
-            self._rows(request)
-            .groupBy(*KEY_COLUMNS)
-            .agg(F.max("timestamp").alias("last_access"), F.count("*").alias("count"))
-        )
+        """Answer a question with a ``groupBy`` over as many partitions as are asked for."""
+        key, computed = aggregates(request["question"])
+        counted = self._rows(request).groupBy(*key).agg(*computed)
+        self._counted = counted.columns
+        self._spark.conf.set("spark.sql.shuffle.partitions", request["partitions"])
         return timed(finished(self._start(counted, "update")))
 
     def counted(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Write what the last count has left in its state store to the file ``to``."""
-        state = self._spark.read.format("statestore").load(str(self._checkpoint))
-        latest, count = (f"value.{field.name}" for field in state.schema["value"].dataType.fields)  # type: ignore[attr-defined]
-        named = state.select("key.user", "key.cluster", F.col(latest).alias("last_access"), F.col(count).alias("count"))
-        table = named.toArrow()
-        pq.write_table(table.cast(RESULT_SCHEMA), request["to"])
-        return {"rows": table.num_rows}
+        return {"rows": write_state(self._spark, self._checkpoint, self._counted, request["to"])}
 
     def repartition(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Repartition full rows by the hash of their key, to a sink that discards them. Rows are counted after the
@@ -98,11 +102,9 @@ class Jobs:
         return {**timed(progress), "rows_behind": behind}
 
     def reduce_stream(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Run this project's reducers as Spark's tasks with ``reduce_stream``; count what the tasks have reduced."""
-        summaries = reduce_frame(self._spark, request["spec"], maxRowsPerTrigger=request["batch_rows"])
-        counted = summaries.observe("reduced", F.sum("rows").alias("rows"))
-        progress = finished(self._start(counted, "append"))
-        return timed(progress, lambda one: int(one["observedMetrics"]["reduced"]["rows"]))
+        """Run this project's reducers as Spark's tasks with ``reduce_stream``. The caller sees what is committed."""
+        query = self._start(reduce_frame(self._spark, request["spec"]), "append")
+        return {"batches": len(worked(finished(query)))}
 
     def _rows(self, request: Mapping[str, Any]) -> DataFrame:
         schema = self._spark.read.parquet(request["parquet"]).schema
@@ -122,6 +124,16 @@ class Jobs:
         return self._checkpoint
 
 
+def write_state(spark: SparkSession, checkpoint: Path, columns: Sequence[str], to: str) -> int:
+    """Write what a count has made durable in its state store to a Parquet file, with these names; returns the rows."""
+    state = spark.read.format("statestore").load(str(checkpoint))
+    kinds = ("key", "value")
+    fields = [f"{kind}.{field.name}" for kind in kinds for field in state.schema[kind].dataType.fields]  # type: ignore[attr-defined]
+    table = state.select(*(F.col(field).alias(name) for field, name in zip(fields, columns, strict=True))).toArrow()
+    pq.write_table(table, to)
+    return int(table.num_rows)
+
+
 def finished(query: StreamingQuery) -> list[dict[str, Any]]:
     if not query.awaitTermination(QUERY_TIMEOUT_S):
         query.stop()
@@ -138,13 +150,14 @@ def rows_read(one: dict[str, Any]) -> int:
     return int(one["numInputRows"])
 
 
-def timed(progress: Sequence[dict[str, Any]], rows_of: Callable[[dict[str, Any]], int] = rows_read) -> dict[str, Any]:
+def end_s(one: dict[str, Any]) -> float:
+    """When a micro-batch ended, in seconds of the wall clock."""
+    began = dt.datetime.fromisoformat(one["timestamp"].replace("Z", "+00:00")).timestamp()
+    return began + float(one["durationMs"]["triggerExecution"]) / 1000
+
+
+def timed(progress: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The times of the end of the first micro-batch and of the last, in seconds of the wall clock, and the rows."""
-
-    def end_s(one: dict[str, Any]) -> float:
-        began = dt.datetime.fromisoformat(one["timestamp"].replace("Z", "+00:00")).timestamp()
-        return began + float(one["durationMs"]["triggerExecution"]) / 1000
-
     batches = worked(progress)
     if len(batches) < 2:
         raise ValueError("the query had one micro-batch only: there is nothing to measure after the first")
@@ -152,8 +165,8 @@ def timed(progress: Sequence[dict[str, Any]], rows_of: Callable[[dict[str, Any]]
         "begin_s": end_s(batches[0]),
         "end_s": end_s(batches[-1]),
         "batches": len(batches),
-        "rows_first": rows_of(batches[0]),
-        "rows": sum(rows_of(one) for one in batches),
+        "rows_first": rows_read(batches[0]),
+        "rows": sum(rows_read(one) for one in batches),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import threading
@@ -29,7 +30,7 @@ from shuffle.errors import (
 from shuffle.ids import Guid, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.limits import MIB
 from shuffle.messages import GetRows
-from shuffle.reducer.exchange import RowsResponse
+from shuffle.reducer.exchange import RowsResponse, RowStream
 from shuffle.reducer.fetch import get_rows
 from shuffle.spark_connector.store_handle import RETRY_MS, StoreHandle, retry_backoff
 from shuffle.spark_connector.waiting import Waiting
@@ -47,7 +48,12 @@ GENERATION = 0
 FETCH_WAIT_MS = 500
 """The time in milliseconds for which a mapper holds a request for rows that it has yet to map again."""
 
+BEYOND_WAIT_MS = 50
+"""The time in milliseconds for which a mapper holds a request for rows behind the end of a micro-batch."""
+
 _flights: dict[tuple[int, str], Any] = {}
+_streams: dict[tuple[int, str], list[RowStream]] = {}
+"""The exchanges of each process that no thread uses now, by address of the mapper."""
 _lock = threading.Lock()
 
 
@@ -182,7 +188,7 @@ class Processor:
                 complete = known.last_row_index >= end
                 wait_ms = 0 if complete else FETCH_WAIT_MS
                 request = self._request(known.mapper, reducer, committed(), cursor, end, wait_ms, with_metadata)
-                response = _get_rows(known.mapper, mapper_index, request)  # 1
+                response = _stream_rows(known.mapper, mapper_index, request)  # 1
             except RowsGone as error:
                 raise RowsGone(
                     f"processor {self.name}: the rows after {begin} up to {end} of mapper {mapper_index} for reducer "
@@ -212,13 +218,39 @@ class Processor:
                 if waiting.is_over:
                     raise self._timed_out(mapper_index, StoreUnavailable("it does not get on"))
 
+    def rows_beyond(
+        self,
+        reducer: int,
+        mapper_index: int,
+        begin: int,
+        committed: Callable[[], int],
+        hint: MapperProgress | None,
+        until_s: float,
+    ) -> Iterator[tuple[pa.RecordBatch, int]]:
+        """The reducer's rows after ``begin``, wherever they end: until the mapper has none for a moment, something
+        fails, or it is later than ``until_s`` on the monotonic clock. Nobody relies on these rows, so nothing is waited
+        for."""
+        cursor = begin
+        try:
+            known = hint or self._instance(mapper_index)
+            while time.monotonic() < until_s:
+                request = self._request(known.mapper, reducer, committed(), cursor, None, BEYOND_WAIT_MS)
+                response = _stream_rows(known.mapper, mapper_index, request)
+                if not response.batches:
+                    return
+                for batch, last in response.batches:
+                    yield batch, int(last)
+                    cursor = int(last)
+        except ShuffleError:
+            return
+
     def _request(
         self,
         mapper: MapperAddress,
         reducer: int,
         committed: int,
         begin: int,
-        end: int,
+        end: int | None,
         wait_ms: int,
         with_metadata: bool = False,
     ) -> GetRows:
@@ -227,7 +259,7 @@ class Processor:
             reducer_index=ReducerIndex(reducer),
             committed_row_index=ShuffleIndex(committed),
             from_row_index=ShuffleIndex(begin),
-            to_row_index=ShuffleIndex(end),
+            to_row_index=None if end is None else ShuffleIndex(end),
             max_rows=FETCH_ROWS,
             max_bytes=FETCH_BYTES,
             wait_ms=wait_ms,
@@ -280,6 +312,32 @@ def _flight(address: str) -> Any:
         if key not in _flights:
             _flights[key] = flight.connect(address)
         return _flights[key]
+
+
+@atexit.register
+def _close_streams() -> None:
+    """Close the exchanges of a process that ends: Arrow complains on stderr about one that was left open."""
+    with _lock:
+        left = [stream for (pid, _), idle in _streams.items() if pid == os.getpid() for stream in idle]
+        _streams.clear()
+    for stream in left:
+        stream.close()
+
+
+def _stream_rows(mapper: MapperAddress, index: int, request: GetRows) -> RowsResponse:
+    """One GetRows over an exchange, through shared memory where the mapper is on the same machine. Exchanges are kept
+    for the next request of this process, whichever task it is of; one that has failed opens itself again."""
+    key = os.getpid(), mapper.address
+    with _lock:
+        idle = _streams.setdefault(key, [])
+        stream = idle.pop() if idle else None
+    if stream is None:
+        stream = RowStream(_flight(mapper.address), f"mapper {index} at {mapper.address}")
+    try:
+        return stream.get_rows(request, timeout_s=request.wait_ms / 1000 + 2 * CALL_TIMEOUT_S)
+    finally:
+        with _lock:
+            idle.append(stream)
 
 
 def _status(mapper: MapperAddress) -> MapperProgress | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -16,12 +18,15 @@ import pytest
 from perf import compare, growth
 from perf.common import compare_pictures, pictures
 from perf.common.keyed_rows import KeyedRows
+from perf.common.orders import Orders
 from perf.common.progress import Buckets
+from perf.common.questions import ACTIVITY, ORDERS
 from perf.common.workload_files import in_turn, write_forms
 from perf.parts.growth_load import INPUT_BYTES_PER_S, Load, extrapolated
 from perf.yardsticks.compare_peer import Peer, PeerFailed
-from perf.yardsticks.compare_systems import Run, correct
+from perf.yardsticks.compare_systems import Run
 from perf.yardsticks.flink import last_changes
+from perf.yardsticks.realtime_source import NoJavac, compiled
 from shuffle.errors import ShuffleError
 from shuffle.examples.workload import RESULT_SCHEMA, SCHEMA, Workload, oracle
 from tests.waiting import wait_until
@@ -30,7 +35,7 @@ WORKLOAD = Workload(with_user_share=1.0, users=50)
 
 
 def test_every_form_of_the_input_holds_the_same_rows(tmp_path: Path) -> None:
-    given = write_forms(tmp_path, WORKLOAD, 1000, 2, 100, 300, True)
+    given = write_forms(tmp_path / "forms", WORKLOAD, 1000, 2, 100, 300, ["parquet", "csv", "arrow"])
     rows = pa.concat_tables(batch for _, batch in in_turn(WORKLOAD, 1000, 2, 100))
     assert given.size_bytes == pytest.approx(rows.nbytes, rel=0.05)
     assert len(list(given.parquet.iterdir())) == len(list(given.csv.iterdir())) == 4
@@ -44,13 +49,34 @@ def test_every_form_of_the_input_holds_the_same_rows(tmp_path: Path) -> None:
     ]
     for found in (pq.read_table(given.parquet), pa.concat_tables(lines).cast(SCHEMA)):
         assert found.equals(rows)
-    correct(given.expected, oracle([rows]), "the oracle")
+    arrow = [pa.ipc.open_file(path).read_all() for path in given.arrow]
+    assert pa.concat_tables(arrow).sort_by("timestamp").equals(rows.sort_by("timestamp"))
+    ACTIVITY.check(given.expected, oracle([rows]), "the oracle")
 
 
 def test_a_wrong_result_does_not_count() -> None:
     expected = oracle([WORKLOAD.rows(0, 100)])
     with pytest.raises(ShuffleError, match=r"the result of Spark is wrong.*lost=\d+ duplicated=0"):
-        correct(expected, expected.slice(1), "Spark")
+        ACTIVITY.check(expected, expected.slice(1), "Spark")
+
+
+def test_orders_are_counted_independently_and_a_wrong_sum_does_not_count() -> None:
+    batches = list(Orders(1, 500).batches(2000, 300))
+    assert sum(batch.num_rows for batch in batches) == 2000
+    rows = pa.concat_tables(batches)
+    assert {len(name) for name in rows["customer"].to_pylist()} == {20}
+    assert 60 <= rows.nbytes / 2000 <= 115
+    expected = ORDERS.oracle_sum(map(ORDERS.oracle_part, batches))
+    counted = rows.group_by("customer").aggregate([([], "count_all"), ("amount", "sum")])
+    counted = counted.select(["customer", "count_all", "amount_sum"]).rename_columns(ORDERS.result.names)
+    ORDERS.check(expected, counted, "Arrow")
+    with pytest.raises(ShuffleError, match=r"result of Spark is wrong.* rows, and not the"):
+        ORDERS.check(expected, counted.slice(1), "Spark")
+    more = counted.set_column(
+        2, "spent", pa.array([counted["spent"][0].as_py() + 1, *counted["spent"].to_pylist()[1:]])
+    )
+    with pytest.raises(ShuffleError, match="'spent' is wrong for 1 of"):
+        ORDERS.check(expected, more, "Flink")
 
 
 def test_last_printed_change_of_a_key_is_its_result(tmp_path: Path) -> None:
@@ -59,7 +85,7 @@ def test_last_printed_change_of_a_key_is_its_result(tmp_path: Path) -> None:
         "1> +I[root, cluster-01, 5, 1]\n2> +I[cron, cluster-00, 7, 2]\n1> -U[root, cluster-01, 5, 1]\n"
         "1> +U[root, cluster-01, 9, 3]\n2> -D[cron, cluster-00, 7, 2]\n"
     )
-    found = last_changes(printed)
+    found = last_changes(printed, RESULT_SCHEMA)
     assert found.schema == RESULT_SCHEMA
     assert found.to_pydict()["user"] == ["root"]
     assert found.to_pydict()["count"] == [3]
@@ -92,11 +118,52 @@ def test_bars_are_ratios_of_medians_of_the_systems_there_were(tmp_path: Path) ->
         (compare.COUNT, compare.SPARK): [run_of(50, 30), run_of(40, 24), run_of(20, 20)],
     }
     assert compare.bars(runs) == pytest.approx({"count_vs_spark": 5.0, "cpu_vs_spark": 0.25})
-    cold = {key: of[0] for key, of in runs.items()}
-    found = compare.summary(runs, cold)
+    found = compare.summary(runs, {"count, Spark": 20.0})
+    assert {row["system"]: row["start_up_s"] for row in found} == {"Spark": 20.0, "this project": None}
     assert compare.table(found).row_count == 2
     drawn = pictures.draw({"kind": "compare", "systems": found}, tmp_path)
     assert [path.name for path in drawn] == ["compare-count.svg"]
+
+
+def test_large_state_has_bars_of_its_own() -> None:
+    runs: compare.Runs = {
+        (compare.LARGE, compare.OURS): [run_of(40, 5)],
+        (compare.LARGE, compare.FLINK): [run_of(10, 5)],
+    }
+    assert compare.bars(runs) == pytest.approx({"large_state_vs_flink": 4.0, "large_state_written": 0.01})
+
+
+def test_jobs_are_chosen_by_name() -> None:
+    assert compare.chosen("large_state,count") == ("count", "large_state")
+    with pytest.raises(argparse.ArgumentTypeError, match="there is no job 'counts'"):
+        compare.chosen("counts")
+
+
+def batch_of(number: int, rows: int) -> dict[str, object]:
+    times = {"addBatch": 5000, "triggerExecution": 5500}
+    return {"timestamp": f"2026-01-01T00:00:{6 * number:02d}Z", "durationMs": times, "numInputRows": rows}
+
+
+def test_clock_of_real_time_mode_leaves_out_the_first_batch_and_the_one_in_which_rows_ended() -> None:
+    from perf.yardsticks.spark_realtime import timed
+
+    batches = [batch_of(0, 10), batch_of(1, 100), batch_of(2, 110), batch_of(3, 30), batch_of(4, 0)]
+    found = timed(batches)  # type: ignore[arg-type]
+    assert found["rows"] == 210
+    assert found["end_s"] - found["begin_s"] == pytest.approx(12)
+    with pytest.raises(ValueError, match="needs three batches"):
+        timed(batches[:2])  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(shutil.which("javac") is None, reason="needs a JDK")
+def test_source_for_real_time_mode_compiles_against_the_installed_spark(tmp_path: Path) -> None:
+    assert list(compiled(tmp_path).rglob("RealTimeRows.class"))
+
+
+def test_without_javac_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NoJavac, match="there is no javac"):
+        compiled(tmp_path)
 
 
 def cost_of(axis: str, value: int, store_s: float) -> growth.Cost:

@@ -1,0 +1,47 @@
+"""The load at which a reducer lets rows add up, and asks less often."""
+
+from __future__ import annotations
+
+from shuffle.limits import KIB, MIB
+from shuffle.reducer.pace import GATHER_IDLE_S, REQUEST_PAUSE_S, RESPONSE_BYTES_SMALL, Pace
+
+
+def paced(reducer_count: int, size_bytes: int, seconds: float) -> Pace:
+    pace = Pace(reducer_count)
+    pace.taken(size_bytes, 100.0)
+    pace.is_loaded(100.0 + seconds)
+    return pace
+
+
+def test_small_batch_is_no_load_however_fast() -> None:
+    pace = Pace()
+    pace.taken(MIB, 100.0)
+    assert not pace.is_loaded(100.0)
+
+
+def test_load_is_bytes_over_the_time_since_they_were_taken() -> None:
+    pace = Pace()
+    pace.taken(4 * MIB, 100.0)
+    assert pace.is_loaded(100.2)
+    assert not pace.is_loaded(100.3)
+
+
+def test_one_of_many_reducers_takes_its_own_load_for_that_of_all() -> None:
+    many = Pace(64)
+    many.taken(64 * KIB, 100.0)
+    assert many.is_loaded(100.2)
+    assert not many.is_loaded(100.3)
+    one = Pace(1)
+    one.taken(64 * KIB, 100.0)
+    assert not one.is_loaded(100.0)
+
+
+def test_requests_are_delayed_only_under_load_and_after_small_responses() -> None:
+    assert paced(64, 64 * KIB, 0.1).request_pause_s(1) == REQUEST_PAUSE_S
+    assert paced(64, 64 * KIB, 0.1).request_pause_s(RESPONSE_BYTES_SMALL) == 0
+    assert paced(64, 64 * KIB, 1.0).request_pause_s(1) == 0
+    assert Pace().request_pause_s(1) == 0
+
+
+def test_pause_ends_before_the_reducer_gives_up_waiting_for_rows() -> None:
+    assert REQUEST_PAUSE_S < GATHER_IDLE_S

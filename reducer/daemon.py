@@ -50,7 +50,7 @@ STOP_S_MAX = 10.0
 """The seconds that a reducer which is to stop waits for the reduce and the commit that are under way; then it ends
 without them."""
 
-WINDOWS_WAITING = 4
+WINDOWS_WAITING = 2
 """A reducer lets rows add up to its share of all mappers' windows, divided by this number."""
 
 _STOP_CHECK_S = 0.2

@@ -18,7 +18,7 @@ from shuffle.errors import ShuffleError
 from shuffle.ids import MapperIndex, ShuffleIndex
 from shuffle.messages import Tail
 from shuffle.reducer.core import FetchPlan, ReduceBatch, ReducerCore, Settled
-from shuffle.reducer.pace import GATHER_IDLE_S, GATHER_S_MAX, Pace
+from shuffle.reducer.pace import Pace
 
 T = TypeVar("T")
 
@@ -115,13 +115,13 @@ class SharedCore:
             now_s = time.monotonic()
             if not self._pace.is_loaded(now_s):
                 return
-            end_s, empty_before, seen_bytes = now_s + GATHER_S_MAX, self._empty_responses, -1
+            end_s, empty_before, seen_bytes = now_s + self._pace.gather_s, self._empty_responses, -1
             while now_s < end_s and not self.stopping and self._empty_responses == empty_before:
                 queued_bytes = self._core.queued_bytes
                 if queued_bytes == seen_bytes or self._core.has_enough:
                     return
                 seen_bytes = queued_bytes
-                self._changed.wait(min(GATHER_IDLE_S, end_s - now_s))
+                self._changed.wait(min(self._pace.idle_s, end_s - now_s))
                 now_s = time.monotonic()
 
     def is_current(self, batch: ReduceBatch) -> bool:

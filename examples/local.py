@@ -20,6 +20,7 @@ import yaml
 from shuffle.errors import ShuffleError, StoreUnavailable
 from shuffle.examples.processes import command_line, process_tree
 from shuffle.run import launch
+from shuffle.spec.index_sets import parse_indexes
 from shuffle.statestore.wire.announcement import served_at
 from statestore import StateClient
 
@@ -137,12 +138,14 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def workers(controller_pid: int, role: str) -> dict[int, int]:
-    """The pids of a controller's living workers of one role (``mapper`` or ``reducer``), by their index."""
+    """The pids of a controller's living workers of one role (``mapper`` or ``reducer``), by their index. Workers that share
+    a process have the same one."""
     found = {}
     for pid in process_tree(controller_pid)[1:]:
         arguments = command_line(pid)
         if {role, f"shuffle.{role}"}.intersection(arguments) and "--index" in arguments[:-1]:
-            found[int(arguments[arguments.index("--index") + 1])] = pid
+            for index in parse_indexes(arguments[arguments.index("--index") + 1]):
+                found[index] = pid
     return found
 
 

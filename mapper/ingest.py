@@ -1,4 +1,4 @@
-"""Ingestion: read a batch, map it, check that this is the only instance, push it into the window.
+"""Ingestion: read rows, map them, check that this is the only instance, push them into the window.
 
 One thread runs it. It is also the only one that restarts the core, and holds ``trim_mutex`` to do so: a trim that was
 planned before a restart must not be recorded after it.
@@ -25,6 +25,7 @@ from shuffle.errors import (
 )
 from shuffle.ids import InputIndex, MapperIndex, ReducerIndex, ShuffleIndex, Token
 from shuffle.mapper.mapping import MapStage
+from shuffle.mapper.read_size import ReadSize
 from shuffle.mapper.reader import PartitionReader
 from shuffle.mapper.shared_core import SharedCore
 from shuffle.mapper.spill.store import SpillStore
@@ -80,6 +81,7 @@ class Ingestion:
         self._map_stage = map_stage
         self._metrics = metrics
         self._persisted = PersistedState(client, spec.processor, index)
+        self._read_size = ReadSize(spec.mapper.batch_rows_max)
         self._poisoned: UserCodeError | None = None
         self._keeps_freed = False
         """Whether the allocator may still keep memory that was freed since the last batch."""
@@ -138,12 +140,13 @@ class Ingestion:
             self._core.observe(state)
 
     def step(self) -> None:
-        """Ingest one batch:
+        """Ingest the rows of one read:
 
         1. wait for room in the window;
         2. read the next rows;
-        3. map them, then fetch the persisted state (side by side would cost more in threads than it saves);
-        4. if that is not the state this instance knows, another one is alive: nothing of the batch is exposed;
+        3. map them, a batch at a time, then fetch the persisted state (side by side would cost more in threads than it
+           saves);
+        4. if that is not the state this instance knows, another one is alive: none of the rows is exposed;
         5. push the entry.
         """
         if self.other_instance_seen.is_set():
@@ -156,7 +159,8 @@ class Ingestion:
             return
         # 2
         begin, token = self._core.next_input_index, self._core.token
-        rows, token_after = self._read(begin)
+        asked_rows = self._read_size.rows
+        rows, token_after = self._read(begin, asked_rows)
         if rows.num_rows == 0:
             if self._keeps_freed:
                 self._give_back()  # Once: rows come in bursts.
@@ -170,11 +174,13 @@ class Ingestion:
         # 3
         began_s = time.perf_counter()
         try:
-            mapped = self._map_stage.apply(rows, begin)
+            mapped = self._map_stage.apply(rows, begin, self._spec.mapper.batch_rows_max)
         except UserCodeError as error:
             self._stop_before(error, begin)
             return
-        self._metrics.map_seconds.observe(time.perf_counter() - began_s)
+        map_s = time.perf_counter() - began_s
+        self._metrics.map_seconds.observe(map_s)
+        self._read_size.mapped(asked_rows, rows.num_rows, map_s)
         crash_points.reach("mapper.after_map")
         state = self._fetch()
         # 4 and 5
@@ -200,8 +206,8 @@ class Ingestion:
         pa.default_memory_pool().release_unused()
         self._keeps_freed = False
 
-    def _read(self, begin: InputIndex) -> tuple[pa.Table, Token]:
-        end = begin + self._spec.mapper.batch_rows_max
+    def _read(self, begin: InputIndex, rows_max: int) -> tuple[pa.Table, Token]:
+        end = begin + rows_max
         if self._poisoned is not None:
             bad: int = self._poisoned.input_begin_row_index
             if bad <= begin:

@@ -37,8 +37,35 @@ class MapStage:
     schema: pa.Schema | None = None
     """The schema of the rows that ``map`` returns. The first batch fixes it; before that it is None."""
 
-    def apply(self, rows: pa.Table, input_begin: InputIndex) -> MappedBatch:
-        """Map ``rows``, whose first has ``input_begin`` in the input numbering."""
+    def apply(self, rows: pa.Table, input_begin: InputIndex, rows_max: int | None = None) -> MappedBatch:
+        """Map ``rows``, whose first has ``input_begin`` in the input numbering, at most ``rows_max`` in one call.
+
+        What the calls return becomes one mapped batch: cutting it, and all that follows, is done once for all of them.
+        """
+        step = rows.num_rows if rows_max is None else min(rows.num_rows, rows_max)
+        mapped_rows: list[pa.Table] = []
+        indexes: list[np.ndarray[Any, Any]] = []
+        refused: list[pa.Table] = []
+        for begin in range(0, max(rows.num_rows, 1), max(step, 1)):
+            piece = rows if step == rows.num_rows else rows.slice(begin, step)
+            result, dead = self._map(piece, InputIndex(input_begin + begin))
+            mapped_rows.append(self._check_schema(plain(result.rows)))
+            indexes.append(result.partition_indexes)
+            if dead is not None:
+                refused.append(dead)
+            if self.schema is None:
+                self.schema = mapped_rows[0].schema
+            del result
+        # What ``map`` returned is often in many chunks. Once they are combined, they need not be held any longer.
+        mapped = (mapped_rows[0] if len(mapped_rows) == 1 else pa.concat_tables(mapped_rows)).combine_chunks()
+        del mapped_rows
+        all_indexes = indexes[0] if len(indexes) == 1 else np.concatenate(indexes)
+        parts = cut(mapped, all_indexes, self.spec.reducer_count)
+        assert self.schema is not None
+        return MappedBatch(self.schema, mapped.num_rows, parts, pa.concat_tables(refused) if refused else None)
+
+    def _map(self, rows: pa.Table, input_begin: InputIndex) -> tuple[PartitionedRowset, pa.Table | None]:
+        """One call of ``map``: its result, and the rows it refuses as dead letters."""
         refused: pa.Table | None = None
         try:
             result = self._call(rows)
@@ -51,14 +78,7 @@ class MapStage:
             raise UserCodeError(
                 f"{self._who}: {self._class}.map must return a PartitionedRowset, not {type(result).__name__}"
             )
-        indexes = result.partition_indexes
-        # What ``map`` returned is often in many chunks. Once they are combined, they need not be held any longer.
-        mapped = self._check_schema(plain(result.rows)).combine_chunks()
-        del result
-        if self.schema is None:
-            self.schema = mapped.schema
-        parts = cut(mapped, indexes, self.spec.reducer_count)
-        return MappedBatch(self.schema, mapped.num_rows, parts, refused)
+        return result, refused
 
     def _call(self, rows: pa.Table) -> PartitionedRowset:
         """Call the user's code, and check what a single row of its result can have wrong."""

@@ -227,7 +227,7 @@ def run(
 ) -> Cost:
     """Publish the staged rows, and wait until the last of them is committed."""
     pids = {"store": [system.store_pid]}
-    pids |= {role: list(workers(controller.pid, role).values()) for role in ("mapper", "reducer")}
+    pids |= {role: sorted(set(workers(controller.pid, role).values())) for role in ("mapper", "reducer")}
     everyone = [pid for of in pids.values() for pid in of]
     commits_before = state.stats()["total"]["commits"]
     written_before = sum(processes.written_bytes(pid) for pid in everyone)

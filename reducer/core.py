@@ -40,6 +40,11 @@ SETTLING_WAIT_MS = 250
 """The longest wait of a request, in milliseconds, while rows of that mapper are still on their way to a commit: the
 mapper learns of the commit with the next request. A mapper whose window is full responds sooner by itself."""
 
+IDLE_WAIT_MS_MAX = 4_000
+"""The longest wait of a request, in milliseconds, unless ``fetch_wait_ms`` is longer. Beginning with ``fetch_wait_ms``
+the wait doubles with every response without rows, until there are rows again: a mapper and a reducer that have nothing
+to say to each other cost next to nothing then. A mapper that has ceased to respond is found out later by as much."""
+
 _CHUNK_ROWS_SMALL = 4096
 """The average number of rows in a chunk below which all are copied into one chunk: user code pays for each chunk in
 each of its kernels."""
@@ -164,6 +169,9 @@ class ReducerCore:
         """For each mapper, the last front that it promised, ahead of the one that the batch in flight makes durable."""
         self._queued: list[deque[FetchedBatch]] = [deque() for _ in range(self.mapper_count)]
         self._queued_bytes = [0] * self.mapper_count
+        self._wait_ms = [self.limits.fetch_wait_ms] * self.mapper_count
+        """For each mapper, the milliseconds for which the next request waits, unless rows are on their way to a
+        commit."""
         self._in_flight: ReduceBatch | None = None
         self._to_rerun = False
         """Whether the batch in flight must be taken and reduced again."""
@@ -203,6 +211,7 @@ class ReducerCore:
             return None
         committed, cursor = self.committed_state[mapper_index], self._cursors[mapper_index]
         settling = cursor > committed
+        wait_ms = self._wait_ms[mapper_index]
         return FetchPlan(
             mapper_index=mapper_index,
             epoch=self.epoch,
@@ -210,7 +219,7 @@ class ReducerCore:
             from_row_index=cursor,
             max_rows=self.limits.fetch_rows_max,
             max_bytes=min(self.limits.fetch_bytes_max, room_bytes),
-            wait_ms=min(self.limits.fetch_wait_ms, SETTLING_WAIT_MS) if settling else self.limits.fetch_wait_ms,
+            wait_ms=min(wait_ms, SETTLING_WAIT_MS) if settling else wait_ms,
             generation=self.committed_state.generation,
         )
 
@@ -232,6 +241,11 @@ class ReducerCore:
             self._queued[mapper_index].append(part)
             self._queued_bytes[mapper_index] += part.size_bytes
             self._cursors[mapper_index] = part.last_row_index
+        if parts:
+            self._wait_ms[mapper_index] = self.limits.fetch_wait_ms
+        elif plan.from_row_index == plan.committed_row_index:
+            longest_ms = max(self.limits.fetch_wait_ms, IDLE_WAIT_MS_MAX)
+            self._wait_ms[mapper_index] = min(2 * self._wait_ms[mapper_index], longest_ms)
         return sum(part.batch.num_rows for part in parts)
 
     def _apply_tail(self, plan: FetchPlan, tail: Tail) -> None:

@@ -50,7 +50,7 @@ STOP_S_MAX = 10.0
 """The seconds that a reducer which is to stop waits for the reduce and the commit that are under way; then it ends
 without them."""
 
-WINDOWS_WAITING = 4
+WINDOWS_WAITING = 2
 """A reducer lets rows add up to its share of all mappers' windows, divided by this number."""
 
 _STOP_CHECK_S = 0.2
@@ -112,7 +112,7 @@ class ReducerDaemon:
         self._mapper_count = mapper_count
         self._committer = Committer(client, spec.reducers_table, self.index, mapper_count)
         self._core = ReducerCore(mapper_count, limits_of(spec, mapper_count))
-        self._shared = SharedCore(self._core)
+        self._shared = SharedCore(self._core, spec.reducer.count)
         self._row_cache = CommittedRowCache()
         self._split_brains = self._backoff()
 
@@ -168,13 +168,15 @@ class ReducerDaemon:
         while not stop.is_set() and not shared.wait_stopped(_STOP_CHECK_S):
             pass
         shared.stop()
+        for fetcher in fetchers:
+            fetcher.interrupt()
         process.join(STOP_S_MAX)
         if process.is_alive():
             # Whatever it does now, the reducer's row shows the next instance whether it was committed.
             _log.warning("left without waiting any longer", stage=process.name, waited_s=STOP_S_MAX)
         directory.close()  # Also wakes the fetchers that wait for a mapper.
-        wait_s = self._spec.reducer.fetch_wait_ms / 1000 + 1.0
-        deadline_s = time.monotonic() + wait_s
+        # A request that was only being sent when the others were interrupted waits for its response.
+        deadline_s = time.monotonic() + self._spec.reducer.fetch_wait_ms / 1000 + 1.0
         for fetcher in fetchers:
             fetcher.join(max(0.0, deadline_s - time.monotonic()))
 

@@ -44,7 +44,7 @@ class RowStream:
     """Sends requests to one mapper. Opens an exchange when there is none; after an error the exchange is closed, and
     the next request opens another.
 
-    It is used by one thread.
+    It is used by one thread, except for ``interrupt``.
     """
 
     def __init__(self, client: Any, who: str, share_memory: bool = True) -> None:
@@ -142,6 +142,13 @@ class RowStream:
             validate_offsets(batch)
             response.add(batch, tail)
         return response
+
+    def interrupt(self) -> None:
+        """Have the request that is under way end with an error soon. Any thread may call it."""
+        reader = self._reader
+        if reader is not None:
+            with contextlib.suppress(Exception):
+                reader.cancel()
 
     def close(self) -> None:
         self._memory.close()

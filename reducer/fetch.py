@@ -60,7 +60,8 @@ def get_rows(client: Any, request: GetRows, *, who: str, timeout_s: float) -> Ro
 
 
 class Connections:
-    """At most one Flight client, to the instance in use, and an exchange on it; used by one thread.
+    """At most one Flight client, to the instance in use, and an exchange on it; used by one thread, except for
+    ``interrupt``.
 
     The client may be shared with other fetchers that use the same address; the exchange is not.
     """
@@ -82,6 +83,12 @@ class Connections:
         if self._stream is None:
             self._stream = RowStream(client, who, self._share_memory)
         return self._stream
+
+    def interrupt(self) -> None:
+        """End the request that is under way, if there is one. Any thread may call it."""
+        stream = self._stream
+        if stream is not None:
+            stream.interrupt()
 
     def close(self, is_broken: bool = False) -> None:
         shared, self._shared = self._shared, None
@@ -138,6 +145,10 @@ class Fetcher:
     def start(self) -> None:
         self._thread = start_vital(self._run, f"fetch-{self._mapper_index}", self._shared.fail)
 
+    def interrupt(self) -> None:
+        """End a wait for rows, after the core was stopped: nobody needs the response any more."""
+        self._connections.interrupt()
+
     def join(self, timeout_s: float | None = None) -> None:
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -172,8 +183,10 @@ class Fetcher:
             _log.info("mapper answers again", mapper=self._mapper_index, address=mapper.address)
             self._backoff.reset()
         if rows:
+            size_bytes = sum(batch.nbytes for batch, _ in response.batches)
             self._metrics.fetched_rows.inc(rows)
-            self._metrics.fetched_bytes.inc(sum(batch.nbytes for batch, _ in response.batches))
+            self._metrics.fetched_bytes.inc(size_bytes)
+            self._shared.pause(size_bytes)
 
     def _fetch(self, mapper: MapperAddress, plan: FetchPlan) -> RowsResponse:
         request = GetRows(

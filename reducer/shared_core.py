@@ -16,44 +16,26 @@ import pyarrow as pa
 from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import ShuffleError
 from shuffle.ids import MapperIndex, ShuffleIndex
-from shuffle.limits import MIB
 from shuffle.messages import Tail
 from shuffle.reducer.core import FetchPlan, ReduceBatch, ReducerCore, Settled
+from shuffle.reducer.pace import Pace
 
 T = TypeVar("T")
 
 _WAIT_S = 1.0
 """The seconds after which a waiting thread checks its condition again, should a wake-up ever be missed."""
 
-GATHER_BYTES_PER_S = 16 * MIB
-"""The rate of input, in bytes per second, from which on a reducer lets rows add up before it reduces them: each commit
-writes a page at least, and every key that it touches once, so fewer and larger commits leave more of the machine to the
-rows."""
-
-GATHER_BYTES_MIN = 1 * MIB
-"""The least bytes of a batch after which rows may add up. After a smaller one the next rows are reduced at once,
-because latency matters more then."""
-
-GATHER_S_MAX = 0.3
-"""The longest time, in seconds, for which rows add up. Keys repeat: the rows of three tenths of a second have few more
-of them than those of one tenth, so that a commit costs and writes little more, and there are a third as many."""
-
-GATHER_IDLE_S = 0.04
-"""The seconds without new rows after which the reducer waits for no more."""
-
 
 class SharedCore:
     """The core of one reducer instance, behind one lock (see the module's text)."""
 
-    def __init__(self, core: ReducerCore) -> None:
+    def __init__(self, core: ReducerCore, reducer_count: int = 1) -> None:
+        """``reducer_count`` is the number of reducers that share the machines with this one."""
         self._core = core
+        self._pace = Pace(reducer_count)
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._empty_responses = 0
-        self._taken_s = time.monotonic()
-        """The monotonic time at which the last batch was taken."""
-        self._taken_bytes = 0
-        """The number of bytes of that batch."""
         self.failure: ShuffleError | None = None
         """The first error after which the reducer could not go on; None if there was none."""
 
@@ -100,6 +82,12 @@ class SharedCore:
             self._changed.notify_all()
             return rows
 
+    def pause(self, response_bytes: int) -> None:
+        """Wait before the next request to a mapper whose response had ``response_bytes``, if the load asks for it."""
+        pause_s = self._pace.request_pause_s(response_bytes)
+        if pause_s:
+            self._stopping.wait(pause_s)
+
     def committed_row_index(self, mapper_index: MapperIndex) -> ShuffleIndex:
         with self._changed:
             return self._core.committed_state[mapper_index]
@@ -117,7 +105,7 @@ class SharedCore:
         self._gather()
         # Once stopping, no batch is taken even if there is one, since the process would end during it.
         batch = self._wait(lambda: None if self.stopping else self._core.take(), lambda: self.stopping)
-        self._taken_s, self._taken_bytes = time.monotonic(), 0 if batch is None else batch.size_bytes
+        self._pace.taken(0 if batch is None else batch.size_bytes, time.monotonic())
         return batch
 
     def _gather(self) -> None:
@@ -125,15 +113,15 @@ class SharedCore:
         more."""
         with self._changed:
             now_s = time.monotonic()
-            if self._taken_bytes <= max(GATHER_BYTES_MIN, GATHER_BYTES_PER_S * (now_s - self._taken_s)):
+            if not self._pace.is_loaded(now_s):
                 return
-            end_s, empty_before, seen_bytes = now_s + GATHER_S_MAX, self._empty_responses, -1
+            end_s, empty_before, seen_bytes = now_s + self._pace.gather_s, self._empty_responses, -1
             while now_s < end_s and not self.stopping and self._empty_responses == empty_before:
                 queued_bytes = self._core.queued_bytes
                 if queued_bytes == seen_bytes or self._core.has_enough:
                     return
                 seen_bytes = queued_bytes
-                self._changed.wait(min(GATHER_IDLE_S, end_s - now_s))
+                self._changed.wait(min(self._pace.idle_s, end_s - now_s))
                 now_s = time.monotonic()
 
     def is_current(self, batch: ReduceBatch) -> bool:

@@ -53,6 +53,8 @@ class QueueReader(PartitionReader):
         self.batch_bytes_max = batch_bytes_max
         self.wait_ms = wait_ms
         self._schema = self._queue.schema
+        self._is_behind = False
+        """Whether the last read returned as many rows as it was asked for, so that there are likely to be more."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -64,16 +66,18 @@ class QueueReader(PartitionReader):
 
     def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
         position = decode_position(token or self.start())
+        max_rows = max(1, end_row_index - begin_row_index)
         rows, after = self._queue.read(
             self._partition,
             position,
-            max_rows=max(1, end_row_index - begin_row_index),
+            max_rows=max_rows,
             max_bytes=self.batch_bytes_max,
             wait_ms=self.wait_ms,
-            # The rows of one response are enough: a second request, only to learn that there are no more, would take as
-            # long as the first.
-            one_answer=True,
+            # Without a backlog the rows of one response are enough: a second request, only to learn that there are no
+            # more, would take as long as the first.
+            one_answer=not self._is_behind,
         )
+        self._is_behind = rows.num_rows >= max_rows
         return rows, encode_position(after)
 
     def trim(self, row_index: int, token: Token) -> None:

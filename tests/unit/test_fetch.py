@@ -190,6 +190,7 @@ class Fetching:
 
     def close(self) -> None:
         self.shared.stop()
+        self.fetcher.interrupt()
         self.directory.close()
         self.fetcher.join(5)
         assert not self.fetcher.is_alive()

@@ -97,6 +97,26 @@ def test_dead_letters_do_not_depend_on_the_batches(size: int) -> None:
     assert positions == [13, 26, 39]
 
 
+@pytest.mark.parametrize("rows_max", [1, 7, 48, 49, 1000])
+def test_rows_of_one_read_are_one_mapped_batch_however_many_calls_they_take(rows_max: int) -> None:
+    calls: list[int] = []
+
+    def counted(rows: pa.Table) -> PartitionedRowset:
+        calls.append(rows.num_rows)
+        return spread(rows)
+
+    mapped = mapping(counted, "dead_letter").apply(numbers(1, 50), InputIndex(101), rows_max)
+    assert max(calls) <= rows_max
+    assert ordered(mapped) == [n for n in range(1, 50) if n % 13 for _ in range(2)]
+    assert mapped.dead_letters is not None
+    assert mapped.dead_letters["position"].to_pylist() == [113, 126, 139]
+
+
+def test_bad_row_in_a_later_call_is_named_by_its_place_in_the_input() -> None:
+    with pytest.raises(UserCodeError, match="failed at input row 112"):
+        mapping(spread).apply(numbers(1, 50), InputIndex(100), 5)
+
+
 def test_batch_that_fails_only_as_a_whole_blames_no_row() -> None:
     def fails_when_large(rows: pa.Table) -> PartitionedRowset:
         if rows.num_rows > 3:

@@ -10,7 +10,15 @@ import pytest
 from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import CorruptData, ShuffleError, SpecError
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
-from shuffle.reducer.core import SETTLING_WAIT_MS, FetchLimits, FetchPlan, ReduceBatch, ReducerCore, Settled
+from shuffle.reducer.core import (
+    IDLE_WAIT_MS_MAX,
+    SETTLING_WAIT_MS,
+    FetchLimits,
+    FetchPlan,
+    ReduceBatch,
+    ReducerCore,
+    Settled,
+)
 
 M0, M1 = MapperIndex(0), MapperIndex(1)
 
@@ -112,6 +120,26 @@ def test_the_poll_is_short_while_a_commit_is_owed_to_the_mapper() -> None:
     assert plan(core, M1).wait_ms == 500
     core.committed(take(core))
     assert plan(core, M0).wait_ms == 500
+
+
+def test_the_poll_grows_longer_while_a_mapper_has_no_rows_and_short_again_with_the_first() -> None:
+    core = ReducerCore(2, limits())
+    waits = []
+    for _ in range(5):
+        waits.append(plan(core, M0).wait_ms)
+        core.fetched(plan(core, M0), [])
+    assert waits == [500, 1_000, 2_000, IDLE_WAIT_MS_MAX, IDLE_WAIT_MS_MAX]
+    assert plan(core, M1).wait_ms == 500, "each mapper for itself"
+    fetch(core, M0, ([1], 0))
+    core.fetched(plan(core, M0), [])
+    core.committed(take(core))
+    assert plan(core, M0).wait_ms == 500, "a response that was cut short because a commit was owed does not count"
+
+
+def test_the_poll_is_never_shorter_than_the_spec_says() -> None:
+    core = ReducerCore(1, limits(fetch_wait_ms=30_000))
+    core.fetched(plan(core, M0), [])
+    assert plan(core, M0).wait_ms == 30_000
 
 
 def test_a_fast_mapper_fills_its_own_share_only() -> None:

@@ -40,7 +40,8 @@ IDLE_S = 0.04
 IDLE_S_PER_REDUCER = 0.0025
 IDLE_S_MAX = 0.2
 """The seconds without new rows after which a reducer waits for no more: this many at least, or, with many reducers,
-this many for each. A batch of a mapper has rows for all of them, and the next takes longer to come the more they are."""
+this many for each. A batch of a mapper has rows for all of them, and the next takes longer to come the more there
+are."""
 
 RESPONSE_BYTES_SMALL = 512 * KIB
 """The bytes of a response below which the next request to that mapper is delayed, under load. A larger one is worth its

@@ -37,8 +37,8 @@ from shuffle.reducer.core import ReduceBatch, ReducerCore, Settled
 from shuffle.reducer.cycle import CycleEnvironment, ReduceCycle
 from shuffle.reducer.daemon import limits_of
 from shuffle.reducer.outputs.opening import emitter
+from shuffle.reducer.pace import GATHER_S, IDLE_S
 from shuffle.reducer.reduce import Reduced, ReduceStage
-from shuffle.reducer.shared_core import GATHER_IDLE_S, GATHER_S_MAX
 from shuffle.spark_connector.options import Options
 from shuffle.spark_connector.schemas import arrow_schema, as_schema, spark_schema
 from shuffle.spark_connector.sink.emitted import Emission, emitted_schema, prepare
@@ -252,14 +252,14 @@ class _Feed:
                     raise self.error
                 core, now_s = self.core, time.monotonic()
                 if core.queued_bytes and gather_until_s is None:
-                    gather_until_s = now_s + GATHER_S_MAX
+                    gather_until_s = now_s + GATHER_S
                 waited = gather_until_s is not None and (now_s >= gather_until_s or core.queued_bytes == seen_bytes)
                 if core.has_enough or waited or not self.fetching or core.in_flight is not None:
                     batch = core.take()
                     if batch is not None or not self.fetching:
                         return batch
                 seen_bytes = core.queued_bytes
-                self.changed.wait(GATHER_IDLE_S)
+                self.changed.wait(IDLE_S)
 
     def cursor(self, mapper: int) -> int:
         with self.changed:

@@ -38,15 +38,19 @@ MOVED_ROWS = 8_192
 STAGED_TTL_MS = 600_000
 """The time for which a compacted file waits for its commit. Should that never come, the file is removed."""
 
+LOGS_BYTES_MAX = 2 * GIB
+"""The most bytes of memory that the logs of all tables take, before the largest is moved to RocksDB."""
+
 _CHECK_S = 0.5
 
 _log = get_logger("statestore")
 
 
 def logs_bytes_max() -> int:
-    """The bytes of memory that the logs of all tables may take: an eighth of the machine's, up to 2 GiB."""
+    """The bytes of memory that the logs of all tables may take on this machine: an eighth of its memory, within
+    bounds."""
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(min(2 * GIB, max(256 * MIB, machine_bytes // 8)))
+    return int(min(LOGS_BYTES_MAX, max(256 * MIB, machine_bytes // 8)))
 
 
 class LogKeeper:

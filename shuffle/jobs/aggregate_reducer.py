@@ -84,7 +84,7 @@ class AggregateReducer(Reducer):
         found = self._find(keys)
         tx = self.state.transaction()
         try:
-            merged = self._merge(self.load(tx, keys, found), new)
+            merged = self._merge(self._load(tx, keys, found), new)
             tx.write(self.table, pa.table([*keys.columns, *merged], names=[*keys.column_names, *self._value_names]))
         except BaseException:
             tx.abort()
@@ -111,7 +111,7 @@ class AggregateReducer(Reducer):
             self._held = None
         return None if self._held is None else self._held.find(keys)
 
-    def load(self, tx: Transaction, keys: pa.Table, found: Found | None) -> list[pa.Array]:
+    def _load(self, tx: Transaction, keys: pa.Table, found: Found | None) -> list[pa.Array]:
         """The value columns of these keys, in their order; null where the table has no row.
 
         All reads of the state go through this method.

@@ -158,6 +158,7 @@ class Engine:
         size_bytes = check_size(request, group)
         for write in request.writes:
             self.catalogue.table(write.table_id).check_write(write)
+            self.logs.check_room(write)
         rows = [self._check_append(append) for append in request.appends]
         if request.appends:
             check_published_once(request.appends)

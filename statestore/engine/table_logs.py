@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from shuffle.errors import TooBusy
 from shuffle.limits import KIB, LOGGED_ROWS_MIN
 from shuffle.statestore.codec.arrow_bytes import Binary, all_start_with, to_array
 from shuffle.statestore.codec.keys import bytes_after, table_prefix
@@ -162,6 +163,8 @@ class TableLogs:
         self._guard = guard
         self._logs: dict[int, TableLog] = {}
         self._views: dict[int, LogView] | None = {}
+        self.bytes_max: int | None = None
+        """The bytes of memory beyond which the logs take no further rows; None if there is no such bound."""
 
     def __len__(self) -> int:
         return len(self._logs)
@@ -181,6 +184,19 @@ class TableLogs:
     def takes(self, table_id: int, rows: int) -> bool:
         """Whether a commit that writes so many rows to this table writes them to its log."""
         return rows >= LOGGED_ROWS_MIN or self.is_logged(table_id)
+
+    def check_room(self, write: TableWrite) -> None:
+        """Raises ``TooBusy`` if the rows would go to a log and the logs take too much memory: they grow faster than
+        they can be moved to RocksDB, so whoever writes has to wait."""
+        if self.bytes_max is None or not self.takes(write.table_id, len(write.keys)):
+            return
+        size_bytes = self.size_bytes
+        if size_bytes > self.bytes_max:
+            raise TooBusy(
+                f"the logs of tables take {size_bytes >> 20} MiB of memory and are being moved to the database: "
+                "nothing was written, try again",
+                bytes=size_bytes,
+            )
 
     # --- changes ---
 

@@ -71,6 +71,7 @@ class LogKeeper:
         self._now_ms = now_ms
         self._stopped = threading.Event()
         self.bytes_max = logs_bytes_max()
+        engine.logs.bytes_max = 2 * self.bytes_max + 64 * MIB
 
     def stop(self) -> None:
         self._stopped.set()

@@ -15,9 +15,11 @@ from shuffle.errors import (
     DiskFull,
     ShuffleError,
     StoreError,
+    TooBusy,
     TooLarge,
     UnknownTable,
 )
+from shuffle.limits import LOGGED_ROWS_MIN
 from shuffle.statestore.codec.schema import TableSchema
 from shuffle.statestore.codec.sorted_table import Table
 from shuffle.statestore.engine import commit_checks
@@ -289,3 +291,17 @@ def test_commit_that_read_in_the_future_is_refused(opened: Callable[..., Store])
         with pytest.raises(BadInput, match="has not been yet"):
             store.commit(CommitRequest(ReadSet(version, [key(table, 1)]), [write(table, {1: 2})]))
     assert store.rows() == {1: 1}
+
+
+def test_logs_that_take_too_much_memory_refuse_large_writes_and_nothing_else(opened: Callable[..., Store]) -> None:
+    store = opened()
+    table, queue_id = store.create()
+    large = CommitRequest(writes=[write(table, dict.fromkeys(range(LOGGED_ROWS_MIN), 1))])
+    store.commit(large)
+    store.engine.logs.bytes_max = 1
+    with pytest.raises(TooBusy, match="nothing was written"):
+        store.commit(CommitRequest(writes=[write(table, {1: 2})]))
+    store.commit(append(queue_id, 0, 7))
+    store.engine.logs.bytes_max = None
+    store.commit(CommitRequest(writes=[write(table, {1: 2})]))
+    assert store.engine.logs.current(table.table_id) is not None

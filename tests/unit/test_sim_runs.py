@@ -34,17 +34,24 @@ def test_kept_seeds_and_as_many_others_as_fit_into_a_minute_show_no_violation(tm
     assert told["seeds"] >= 20 + told["kept_seeds_run"]
 
 
+def test_seed_of_logged_tables_that_found_something_shows_no_violation() -> None:
+    """A reducer whose rows a liar had called committed, and that never got them."""
+    ran = sim("--seed", "876", "--profile", "logged")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
 def test_planted_bugs_are_found() -> None:
     planted = [
         "acknowledge_before_sync",
         "cursor_told_as_committed",
         "no_compare_at_commit",
         "positions_before_state",
+        "rows_added_during_a_compaction_forgotten",
         "segments_not_synced",
         "trim_too_early",
     ]
     ran = sim("--mutants", "--mutant", ",".join(planted))
-    assert ran.stdout.strip().endswith("6/6 found"), ran.stdout + ran.stderr
+    assert ran.stdout.strip().endswith("7/7 found"), ran.stdout + ran.stderr
 
 
 def test_failure_is_shrunk_and_can_be_run_again() -> None:

@@ -28,7 +28,10 @@ STARTERS = {
 DECIDED: dict[tuple[str, str], tuple[int, str]] = {
     ("shuffle/support/vital_threads.py", "Thread"): (1, "what start_vital starts"),
     # The store.
-    ("statestore/local/local.py", VITAL): (1, "the writer: the store is marked failed; a daemon ends"),
+    ("statestore/local/local.py", VITAL): (
+        2,
+        "the writer and the keeper of logs: the store is marked failed; a daemon ends",
+    ),
     ("statestore/server/headroom.py", "Thread"): (1, "tries whether threads can be had at all, and is waited for"),
     ("statestore/server/lane_server.py", VITAL): (1, "the lane: the daemon ends"),
     ("statestore/server/session_registry.py", VITAL): (1, "the reaper of sessions: the daemon ends"),

@@ -113,17 +113,21 @@ class KeyIndex:
     def _link_repeated(
         self, repeated: NumpyArray, hashes: NumpyArray, first_row: int, before: NumpyArray, same_key: SameKey
     ) -> None:
-        """Put the earlier rows of keys that occur several times into the chain behind the newest row, one by one."""
-        for which in np.sort(repeated)[::-1].tolist():
-            later = int(self._find_one(hashes[which], which, same_key)) - first_row
-            while before[later] - first_row > which:
-                later = int(before[later]) - first_row
-            before[which] = before[later]
-            before[later] = which + first_row
+        """Put the earlier rows of keys that occur several times into the chains behind the newest rows.
 
-    def _find_one(self, key_hash: Any, which: int, same_key: SameKey) -> int:
-        numbers = np.array([which])
-        return int(self.find(np.array([key_hash], np.uint64), lambda rows, _: same_key(rows, numbers[:1]))[0])
+        Behind the newest row of a key come the other ones, from the last to the first, and behind those the row that
+        had the key before.
+        """
+        newest = self.find(hashes[repeated], lambda rows, which: same_key(rows, repeated[which])) - first_row
+        order = np.lexsort((-repeated, newest))
+        repeated, newest = repeated[order], newest[order]
+        is_first = np.ones(len(newest), np.bool_)
+        is_first[1:] = newest[1:] != newest[:-1]
+        is_last = np.roll(is_first, -1)
+        oldest = before[newest[is_last]]
+        before[newest[is_first]] = repeated[is_first] + first_row
+        before[repeated[~is_last]] = repeated[np.flatnonzero(~is_last) + 1] + first_row
+        before[repeated[is_last]] = oldest
 
     def _start(self, hashes: NumpyArray) -> tuple[NumpyArray, NumpyArray, NumpyArray]:
         return np.arange(len(hashes)), (hashes & self._mask).astype(np.int64), hashes & _TAG

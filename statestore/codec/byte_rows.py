@@ -18,6 +18,7 @@ from shuffle.statestore.codec.arrow_bytes import (
     equal_length,
     nulls_of,
     offsets_of,
+    order_of_even,
     validity_of,
 )
 
@@ -133,6 +134,21 @@ class ByteRows:
         validity = validity_of(nulls) if nulls is not None else None
         buffers = [validity, pa.py_buffer((bounds - bounds[0]).astype(np.int32)), pa.py_buffer(data)]
         return pa.Array.from_buffers(pa.binary(), end - begin, buffers)
+
+    def lengths(self, rows: NumpyArray) -> NumpyArray:
+        """The length of each of these rows in bytes."""
+        if self._offsets is None:
+            return np.full(len(rows), self._width or 0, np.int64)
+        offsets = self._offsets.filled
+        lengths: NumpyArray = offsets.take(rows + 1) - offsets.take(rows)
+        return lengths
+
+    def order_of(self, rows: NumpyArray) -> NumpyArray:
+        """The order in which these rows ascend; none of them is null."""
+        if self._width:
+            return order_of_even(self._fixed(rows).view(np.uint8).reshape(len(rows), self._width))
+        order: NumpyArray = pc.array_sort_indices(self._large().take(pa.array(rows))).to_numpy()
+        return order
 
     def are_null(self, rows: NumpyArray) -> NumpyArray | None:
         """True where the row with this number is null; None if there are no nulls at all."""

@@ -32,6 +32,8 @@ class CommitGroup:
     """The ids of the staged appends that the group publishes."""
     unused: list[str] = field(default_factory=list)
     """The files that nothing refers to once the group is durable."""
+    plain_tables: set[int] = field(default_factory=set)
+    """The ids of the tables to which the group writes rows in RocksDB."""
     logged: dict[int, int] = field(default_factory=dict)
     """The number of rows that the log of each table had before the group, for the tables whose logs it extends."""
     replacement: LogReplacement | None = None
@@ -59,6 +61,10 @@ class CommitGroup:
             self._written.update(zip(keys, values, strict=True))
         self._puts_seen = len(self.puts)
         return self._written
+
+    def count_appended(self, rows: int, size_bytes: int) -> None:
+        self.appended_rows += rows
+        self.appended_bytes += size_bytes
 
     @property
     def queues(self) -> set[tuple[int, int]]:

@@ -73,13 +73,7 @@ class Engine:
     """Everything the store knows, and the rules by which it changes."""
 
     def __init__(
-        self,
-        keys: KeyValues,
-        segments: Segments,
-        now_ms: int,
-        *,
-        guard: Guard | None = None,
-        hash_seed: int = 0,
+        self, keys: KeyValues, segments: Segments, now_ms: int, *, guard: Guard | None = None, hash_seed: int = 0
     ) -> None:
         """``guard`` is held while the logs of tables are read or extended, where other threads read them; the seed is
         for the hashes of their keys."""
@@ -202,8 +196,9 @@ class Engine:
             self._add_replacement(request.replacement, group)
         return Committed(self.version, tuple(appended))
 
-    def _add_writes(self, writes: Sequence[TableWrite], group: CommitGroup) -> None:
+    def _add_writes(self, given: Sequence[TableWrite], group: CommitGroup) -> None:
         rows: dict[int, int] = {}
+        writes = [write for write in given if len(write.keys)]
         for write in writes:
             rows[write.table_id] = rows.get(write.table_id, 0) + len(write.keys)
             rows_before, bytes_before = group.table_bytes.get(write.table_id, (0, 0))
@@ -213,16 +208,18 @@ class Engine:
             self._add_block(table_id, [write for write in writes if write.table_id == table_id], group)
         puts = [write.pairs for write in writes if write.table_id not in logged]
         if puts:
+            group.plain_tables |= rows.keys() - logged
             group.puts.extend(puts)
             self.history.record(self.version, [key for keys, _ in puts for key in keys], rows.keys() - logged)
 
     def _add_block(self, table_id: int, writes: Sequence[TableWrite], group: CommitGroup) -> None:
         """Add what a commit writes to one table to the table's log, as one block."""
         keys, values, body = as_block(writes)
-        before = self.logs.append(
-            table_id, self.version, keys, values, lambda: is_base_empty(self._keys.view(), table_id)
-        )
-        group.logged.setdefault(table_id, before)
+        # Before anything is added, so that whatever fails from here on can be taken back.
+        group.logged.setdefault(table_id, self.logs.row_count(table_id))
+        is_new = not self.logs.is_logged(table_id) and table_id not in group.plain_tables
+        is_empty = is_new and is_base_empty(self._keys.view(), table_id)
+        self.logs.append(table_id, self.version, keys, values, is_empty)
         block = body.encode(self.version)
         if body.size_bytes <= INLINE_BYTES_MAX:
             group.puts.append(([inline_key(table_id, self.version)], [block]))
@@ -423,8 +420,7 @@ class Engine:
             written = sum(len(part) for write in plan.file_writes() for part in write.parts)
             self.queue_bytes[queue_id] = self.queue_bytes.get(queue_id, 0) + written
             if queue_id in self.catalogue.queues:
-                group.appended_rows += plan.end - self.partitions[queue_id, index].end
-                group.appended_bytes += written
+                group.count_appended(plan.end - self.partitions[queue_id, index].end, written)
             plan.apply()
             for segment in self.partitions[queue_id, index].segments[:-1]:
                 if segment.name not in before:

@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shuffle.errors import TooBusy
-from shuffle.limits import KIB, LOGGED_ROWS_MIN
+from shuffle.limits import KIB, LOGGED_ROWS_MIN, MIB
 from shuffle.statestore.codec.arrow_bytes import Binary, all_start_with, to_array
 from shuffle.statestore.codec.keys import bytes_after, table_prefix
 from shuffle.statestore.codec.row_block import BlockBody, RowBlock, decode_block
@@ -49,6 +49,15 @@ COMPACTED_ROWS_MIN = 2_000_000
 COMPACTED_GROWTH = 3
 """A log is compacted when it has this many times the rows that the last compaction has kept. So what compaction writes
 is at most half of what the commits have written, and a log takes at most this many times the memory of its rows."""
+
+EARLIER_BYTES_MAX = 512 * MIB
+"""The most bytes of replaced logs of one table, which are kept for transactions that began before. One that is open for
+so long that its log had to be forgotten is refused when it commits."""
+
+SMALL_BLOCKS_MAX = 4_096
+SMALL_BLOCK_ROWS = 64
+"""A log that has got so many blocks, with fewer rows each than this, is moved to RocksDB: the large commits are over,
+and each block takes its time when a store is opened."""
 
 _PREFIX_BYTES = 5
 """The length of the prefix of a table, with which all its keys begin."""
@@ -114,7 +123,8 @@ class _Marks:
             del self.versions[:passed], self.counts[:passed]
 
     def take_back(self, version: int) -> None:
-        kept = bisect_right(self.versions, version)
+        # The first mark says what was there before the log, or the first commit that is still of interest.
+        kept = max(1, bisect_right(self.versions, version))
         del self.versions[kept:], self.counts[kept:]
 
 
@@ -129,15 +139,26 @@ class TableLog:
     """Logs that were replaced, each with the version at which that happened."""
     rows_kept: int = 0
     """The number of rows that the last compaction has kept; of a log that was loaded, a guess."""
+    floor: int = 0
+    """Transactions that read at an earlier version are refused: what has changed since is not known any more."""
+
+    def retire(self, version: int) -> None:
+        """Put the log among the earlier ones, at the commit of ``version``. The oldest of too many is forgotten."""
+        self.earlier.append((self.rows, self.marks, version))
+        while sum(earlier[0].size_bytes for earlier in self.earlier) > EARLIER_BYTES_MAX:
+            self.floor = self.earlier.pop(0)[2]
 
     def changed_since(self, version: int, keys: pa.BinaryArray) -> bool:
         """Whether one of the keys was written after ``version``."""
+        if version < self.floor:
+            return True
         return any(rows.has_since(first_row, keys) for rows, first_row in self._parts_since(version))
 
     def range_changed_since(self, version: int, key_range: KeyRange) -> bool:
+        if version < self.floor:
+            return True
         for rows, first_row in self._parts_since(version):
-            if first_row < len(rows):
-                keys = rows.keys_since(first_row)
+            for keys, _ in rows.pieces(first_row, len(rows)):
                 inside = pc.greater_equal(keys, pa.scalar(key_range.begin, pa.binary()))
                 if key_range.end is not None:
                     inside = pc.and_(inside, pc.less(keys, pa.scalar(key_range.end, pa.binary())))
@@ -163,6 +184,8 @@ class TableLogs:
         self._guard = guard
         self._logs: dict[int, TableLog] = {}
         self._views: dict[int, LogView] | None = {}
+        self._last_views: dict[int, LogView] = {}
+        """The views that were made last; those of logs that have not changed since are used again."""
         self.bytes_max: int | None = None
         """The bytes of memory beyond which the logs take no further rows; None if there is no such bound."""
 
@@ -172,7 +195,8 @@ class TableLogs:
     @property
     def size_bytes(self) -> int:
         """The bytes of memory that the logs take."""
-        return sum(log.rows.size_bytes for log in list(self._logs.values()))
+        logs = list(self._logs.values())
+        return sum(rows.size_bytes for log in logs for rows in (log.rows, *(earlier[0] for earlier in log.earlier)))
 
     def new_rows(self) -> RowLog:
         return RowLog(self._seed)
@@ -216,24 +240,25 @@ class TableLogs:
         version: int,
         keys: pa.BinaryArray,
         values: pa.BinaryArray,
-        is_base_empty: Callable[[], bool],
-    ) -> int:
-        """Add the rows of the commit that makes ``version``. Returns the number of rows that the log had before."""
+        base_is_empty: bool,
+    ) -> None:
+        """Add the rows of the commit that makes ``version``. ``base_is_empty`` says whether RocksDB has no rows of the
+        table, and is of interest only if the log had none either."""
         log = self._logs.get(table_id)
         if log is None:
-            log = self._logs[table_id] = TableLog(self.new_rows(), _Marks([version - 1], [0]), is_base_empty())
+            log = self._logs[table_id] = TableLog(self.new_rows(), _Marks([version - 1], [0]), base_is_empty)
         elif not len(log.rows):
-            log.base_is_empty = is_base_empty()
-        before = len(log.rows)
+            log.base_is_empty = base_is_empty
         with self._guard:
             log.rows.append(keys, values)
         log.marks.add(version, len(log.rows))
         self._views = None
-        return before
 
     def take_back(self, table_id: int, rows: int, version: int) -> None:
         """Remove the rows after the first ``rows``: the commits after ``version`` were not written."""
-        log = self._logs[table_id]
+        log = self._logs.get(table_id)
+        if log is None:
+            return
         with self._guard:
             log.rows.cut(rows)
         log.marks.take_back(version)
@@ -244,10 +269,9 @@ class TableLogs:
         log = self._logs[replacement.table_id]
         log.rows_kept = len(replacement.rows)
         with self._guard:
-            end = len(log.rows)
-            if replacement.end < end:
-                replacement.rows.append(*log.rows.slice(replacement.end, end))
-        log.earlier.append((log.rows, log.marks, version))
+            for keys, values in log.rows.pieces(replacement.end, len(log.rows)):
+                replacement.rows.append(keys, values)
+        log.retire(version)
         log.rows, log.marks = replacement.rows, _Marks([version], [len(replacement.rows)])
         log.base_is_empty = replacement.base_is_empty
         self._views = None
@@ -256,6 +280,28 @@ class TableLogs:
         """Whether most rows of a log are likely to have newer versions, so that it is worth compacting."""
         log = self._logs.get(table_id)
         return log is not None and len(log.rows) >= max(COMPACTED_ROWS_MIN, COMPACTED_GROWTH * log.rows_kept)
+
+    def is_trickle(self, table_id: int) -> bool:
+        """Whether a log has got many small blocks: then it is worth moving to RocksDB."""
+        log = self._logs.get(table_id)
+        if log is None or log.rows.blocks < SMALL_BLOCKS_MAX:
+            return False
+        return len(log.rows) - log.rows_kept < SMALL_BLOCK_ROWS * log.rows.blocks
+
+    def is_base_empty(self, table_id: int) -> bool:
+        log = self._logs.get(table_id)
+        return log is not None and log.base_is_empty
+
+    def fill_base(self, table_id: int) -> None:
+        """RocksDB is about to get rows of this table. Should that be interrupted, some of them stay there."""
+        log = self._logs.get(table_id)
+        if log is not None:
+            log.base_is_empty = False
+            self._views = None
+
+    def row_count(self, table_id: int) -> int:
+        log = self._logs.get(table_id)
+        return 0 if log is None else len(log.rows)
 
     def may_replace(self, replacement: LogReplacement) -> bool:
         """Whether the log is still the one that the replacement was made from."""
@@ -281,12 +327,20 @@ class TableLogs:
         ``position_of`` returns the end of the changelog of a table.
         """
         if self._views is None:
-            found = {table_id: self.current(table_id) for table_id in self._logs}
-            self._views = {
-                table_id: replace(view, version=version, position=position_of(table_id))
-                for table_id, view in found.items()
-                if view is not None
-            }
+            views = {}
+            for table_id in list(self._logs):
+                view, last = self.current(table_id), self._last_views.get(table_id)
+                if view is None:
+                    continue
+                if last is not None and (last.rows, last.end, last.base_is_empty) == (
+                    view.rows,
+                    view.end,
+                    view.base_is_empty,
+                ):
+                    views[table_id] = last  # It knows the order of its keys already, if somebody has asked for it.
+                else:
+                    views[table_id] = replace(view, version=version, position=position_of(table_id))
+            self._views = self._last_views = views
         return self._views
 
     def current(self, table_id: int) -> LogView | None:

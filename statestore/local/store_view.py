@@ -8,12 +8,15 @@ import numpy as np
 import pyarrow as pa
 
 from shuffle.limits import MIB
-from shuffle.statestore.codec.arrow_bytes import Binary, NumpyArray, bytes_of, offsets_of, to_array, to_list
+from shuffle.statestore.codec.arrow_bytes import Binary, NumpyArray, to_array, to_list
 from shuffle.statestore.engine.row_log import LogView
 from shuffle.statestore.engine.storage import KeyView
 
 SCAN_BYTES_MAX = 16 * MIB
 """The bytes of keys and values after which one chunk of a scan ends."""
+
+_PIECE_ROWS = 1_024
+"""The rows of a log that are made ready at once, where they are merged with those of RocksDB."""
 
 Chunk = tuple[pa.BinaryArray, pa.BinaryArray]
 Pair = tuple[bytes, bytes | None]
@@ -49,13 +52,13 @@ class StoreView:
         log = self.logs.get(table_id)
         if log is None:
             return _first_rows(self._keys.scan(begin, end, reverse), rows_max)
-        keys, values = log.in_order()
-        low = _position(keys, begin)
-        high = max(low, len(keys) if end is None else _position(keys, end))
+        ordered = log.in_order()
+        low = log.count_below(ordered, begin)
+        high = max(low, len(ordered) if end is None else log.count_below(ordered, end))
+        rows = ordered[low:high][::-1] if reverse else ordered[low:high]
         if log.base_is_empty:
-            return _first_of_log(keys.slice(low, high - low), values.slice(low, high - low), rows_max, reverse)
-        logged = _pairs(keys, values, low, high, reverse)
-        return _first_rows(_merged(logged, self._keys.scan(begin, end, reverse), reverse), rows_max)
+            return _first_of_log(log, rows, rows_max)
+        return _first_rows(_merged(_pairs(log, rows), self._keys.scan(begin, end, reverse), reverse), rows_max)
 
 
 def _first_rows(pairs: Iterator[tuple[bytes, bytes]], rows_max: int) -> Chunk:
@@ -71,54 +74,27 @@ def _first_rows(pairs: Iterator[tuple[bytes, bytes]], rows_max: int) -> Chunk:
     return pa.array(keys, pa.binary()), pa.array(values, pa.binary())
 
 
-def _first_of_log(keys: pa.BinaryArray, values: pa.BinaryArray, rows_max: int, reverse: bool) -> Chunk:
+def _first_of_log(log: LogView, rows: NumpyArray, rows_max: int) -> Chunk:
     """The first rows of a range that is in the log only, without a Python step per row."""
-    while len(keys):
-        count = min(rows_max, len(keys))
-        first = len(keys) - count if reverse else 0
-        chunk = keys.slice(first, count), values.slice(first, count)
-        keys = keys.slice(0, first) if reverse else keys.slice(count)
-        values = values.slice(0, first) if reverse else values.slice(count)
-        if chunk[1].null_count:
-            present = chunk[1].is_valid()
-            chunk = chunk[0].filter(present), chunk[1].filter(present)
-        if len(chunk[0]):
-            if reverse:
-                backwards = pa.array(np.arange(len(chunk[0]) - 1, -1, -1))
-                chunk = chunk[0].take(backwards), chunk[1].take(backwards)
-            return _within_bytes(*chunk)
+    while len(rows):
+        piece = log.first_piece(rows, rows_max, SCAN_BYTES_MAX)
+        rows = rows[len(piece) :]
+        keys, values = log.take(piece)
+        if values.null_count:
+            present = values.is_valid()
+            keys, values = keys.filter(present), values.filter(present)
+        if len(keys):
+            return keys, values
     return pa.array([], pa.binary()), pa.array([], pa.binary())
 
 
-def _within_bytes(keys: pa.BinaryArray, values: pa.BinaryArray) -> Chunk:
-    if bytes_of(keys) + bytes_of(values) <= SCAN_BYTES_MAX:
-        return keys, values
-    ends = offsets_of(keys)[1:].astype(np.int64) + offsets_of(values)[1:]
-    count = int(np.searchsorted(ends - int(offsets_of(keys)[0]) - int(offsets_of(values)[0]), SCAN_BYTES_MAX)) + 1
-    return keys.slice(0, count), values.slice(0, count)
-
-
-def _position(keys: pa.BinaryArray, key: bytes) -> int:
-    """The number of sorted ``keys`` that are smaller than ``key``."""
-    low, high = 0, len(keys)
-    while low < high:
-        middle = (low + high) // 2
-        if keys[middle].as_py() < key:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def _pairs(keys: pa.BinaryArray, values: pa.BinaryArray, low: int, high: int, reverse: bool) -> Iterator[Pair]:
-    """The rows of the log in a range, in order; they are made one slice at a time, since a reader may need few."""
-    step = 1_024
-    starts = range(max(high - step, low), low - step, -step) if reverse else range(low, high, step)
-    for start in starts:
-        begin = max(start, low)
-        count = min(start + step, high) - begin
-        pairs = zip(keys.slice(begin, count).to_pylist(), values.slice(begin, count).to_pylist(), strict=True)
-        yield from reversed(list(pairs)) if reverse else pairs
+def _pairs(log: LogView, rows: NumpyArray) -> Iterator[Pair]:
+    """The rows of the log in this order; they are made one piece at a time, since a reader may need few."""
+    while len(rows):
+        piece = log.first_piece(rows, _PIECE_ROWS, SCAN_BYTES_MAX)
+        rows = rows[len(piece) :]
+        keys, values = log.take(piece)
+        yield from zip(keys.to_pylist(), values.to_pylist(), strict=True)
 
 
 def _merged(

@@ -58,11 +58,26 @@ def test_every_version_stays_readable_while_rows_are_added_and_cut(seed: int) ->
         values, missing = view_of(log, end).get(pa.array(searched, pa.binary()))
         assert values.to_pylist() == [expected.get(key) for key in searched]
         assert missing.tolist() == [key not in expected for key in searched]
-        keys, values = view_of(log, end).in_order()
+        view = view_of(log, end)
+        keys, values = view.take(view.in_order())
         assert list(zip(keys.to_pylist(), values.to_pylist(), strict=True)) == sorted(expected.items())
         since = rng.randint(0, len(history))
         changed = {key for key, _ in history[since:]}
         assert all(log.has_since(since, pa.array([key], pa.binary())) == (key in changed) for key in searched)
+
+
+def test_rows_are_cut_into_pieces_by_count_and_by_bytes() -> None:
+    log = RowLog(0)
+    log.append(*arrays([(b"k%d" % number, bytes(number % 7)) for number in range(100)]))
+    rows = np.arange(100)
+    for rows_max, bytes_max in ((7, 1 << 20), (1_000, 20), (1, 1), (1_000, 1 << 20)):
+        pieces = log.split(rows, rows_max, bytes_max)
+        assert np.concatenate(pieces).tolist() == rows.tolist()
+        for piece in pieces:
+            assert len(piece) <= rows_max
+            keys, values = log.take(piece)
+            assert len(piece) == 1 or sum(map(len, keys.to_pylist() + values.to_pylist())) <= bytes_max
+    assert [key for keys, _ in log.pieces(30, 60) for key in keys.to_pylist()] == [b"k%d" % n for n in range(30, 60)]
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -81,7 +81,8 @@ class Jobs:
         self._tables = TableEnvironment.create(made)
         self._jvm = get_gateway().jvm
         self._printed = printed
-        self._declared: set[str] = set()
+        self._declared: dict[str, str] = {}
+        """The names of the tables that are declared, by the SQL that declares them."""
 
     def __call__(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         if request["job"] == "printed":
@@ -99,17 +100,20 @@ class Jobs:
         """The SQL of a job, whose tables are declared when they are first needed."""
         question, sink = request["question"], SINKS[request["job"]]
         told = QUESTIONS[question]
-        rows, to = f"{question}_rows", f"{question}_{sink}"
         path = Path(request["csv"]).as_uri()
-        self._declare(rows, SOURCE.format(name=rows, columns=told["columns"], path=path))
-        self._declare(to, SINK.format(name=to, columns=told["result"], connector=sink))
+        # A question may be asked of several inputs.
+        rows = self._declared_as(f"{question}_rows", SOURCE, columns=told["columns"], path=path)
+        to = self._declared_as(f"{question}_{sink}", SINK, columns=told["result"], connector=sink)
         query = told["read" if request["job"] == "read" else "count"].format(rows=rows)
         return f"INSERT INTO {to} {query}"
 
-    def _declare(self, name: str, sql: str) -> None:
-        if name not in self._declared:
-            self._declared.add(name)
-            self._tables.execute_sql(sql)
+    def _declared_as(self, name: str, sql: str, **filled: str) -> str:
+        """The name of a table that is declared by this SQL, which is done when it is first needed."""
+        wanted = sql.format(name="", **filled)
+        if wanted not in self._declared:
+            self._declared[wanted] = f"{name}_{len(self._declared)}"
+            self._tables.execute_sql(sql.format(name=self._declared[wanted], **filled))
+        return self._declared[wanted]
 
 
 if __name__ == "__main__":

@@ -31,8 +31,12 @@ SLICE_BYTES = 8 * MIB
 """The size in bytes of the slices in which rows are partitioned: Spark's batches of some thousand rows are too small
 to be fast."""
 
-STAGE_BYTES = 32 * MIB
-"""The number of bytes that a task gathers before it stages them, in one file for each partition of the queue."""
+STAGE_BYTES = 8 * MIB
+"""The number of bytes for one partition of the queue that a task gathers before it stages them, in one file. While they
+are written, Spark hands over the next rows."""
+
+PENDING_BYTES_MAX = 32 * MIB
+"""The most bytes for all partitions together that a task gathers before it stages what it has for each of them."""
 
 STAGES_UNDER_WAY_MAX = 2
 """The most requests to stage rows that a task has under way. While they are, it gathers the next rows."""
@@ -114,7 +118,7 @@ class _Staging:
         self._partitions = target.partitions or target.store.with_retries(lambda c: c.queue(target.queue).partitions)
         self._next = first_partition
         self._pending: dict[int, list[pa.Table]] = {}
-        self._pending_bytes = 0
+        self._pending_bytes: dict[int, int] = {}
         self._pool = ThreadPoolExecutor(STAGES_UNDER_WAY_MAX, thread_name_prefix="stage")
         self._under_way: list[Future[StagedRows]] = []
         self._done: list[StagedRows] = []
@@ -122,11 +126,13 @@ class _Staging:
 
     def add(self, table: pa.Table) -> None:
         self.rows += table.num_rows
-        self._pending_bytes += table.nbytes
         for partition, rows in self._partitioned(table):
             self._pending.setdefault(partition, []).append(rows)
-        if self._pending_bytes >= STAGE_BYTES:
-            self._flush()
+            self._pending_bytes[partition] = self._pending_bytes.get(partition, 0) + rows.nbytes
+        all_of_them = sum(self._pending_bytes.values()) >= PENDING_BYTES_MAX
+        for partition, size_bytes in sorted(self._pending_bytes.items()):
+            if all_of_them or size_bytes >= STAGE_BYTES:
+                self._flush(partition)
 
     def _partitioned(self, table: pa.Table) -> Iterator[tuple[int, pa.Table]]:
         if not self._target.partition_by:
@@ -138,12 +144,12 @@ class _Staging:
             if batch is not None:
                 yield partition, pa.Table.from_batches([batch])
 
-    def _flush(self) -> None:
-        pending, self._pending, self._pending_bytes = self._pending, {}, 0
-        for partition, tables in sorted(pending.items()):
-            while len(self._under_way) >= STAGES_UNDER_WAY_MAX:
-                self._done.append(self._under_way.pop(0).result())
-            self._under_way.append(self._pool.submit(self._stage, partition, pa.concat_tables(tables)))
+    def _flush(self, partition: int) -> None:
+        rows = pa.concat_tables(self._pending.pop(partition))
+        del self._pending_bytes[partition]
+        while len(self._under_way) >= STAGES_UNDER_WAY_MAX:
+            self._done.append(self._under_way.pop(0).result())
+        self._under_way.append(self._pool.submit(self._stage, partition, rows))
 
     def _stage(self, partition: int, rows: pa.Table) -> StagedRows:
         target = self._target
@@ -153,7 +159,8 @@ class _Staging:
         return StagedRows(partition, staged_id)
 
     def finish(self) -> list[StagedRows]:
-        self._flush()
+        for partition in sorted(self._pending):
+            self._flush(partition)
         while self._under_way:
             self._done.append(self._under_way.pop(0).result())
         self._pool.shutdown()

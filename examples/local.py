@@ -138,8 +138,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def workers(controller_pid: int, role: str) -> dict[int, int]:
-    """The pids of a controller's living workers of one role (``mapper`` or ``reducer``), by their index. Workers that share
-    a process have the same one."""
+    """The pids of a controller's living workers of one role (``mapper`` or ``reducer``), by their index. Workers that
+    share a process have the same one."""
     found = {}
     for pid in process_tree(controller_pid)[1:]:
         arguments = command_line(pid)

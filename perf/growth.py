@@ -50,6 +50,9 @@ KEYS = 25_000
 BYTES_PER_POINT = 230_000_000
 ROWS_PER_POINT = 2_000_000
 THESIS_ROWS = 6_000_000
+PROCESSES_MAX = 8
+"""The most processes of one role: more workers than this share them (``per_process``), each mapper with as much memory
+as it has alone."""
 BATCHES_PER_POINT = 400
 """The number of batches of a point with small batches: enough to measure the cost of one."""
 
@@ -160,13 +163,20 @@ def measure(folder: Path, point: Point, seed: int) -> Cost:
         mapper, reducer, key = point.job
         staged, buckets, given = stage(state, name, point, key, seed)
         rows_max = max(point.batch_rows, 1)
+        per_process = -(-point.mappers // PROCESSES_MAX)
         spec = {
             "processor": name,
             "input": {"queue": name},
-            "mapper": {"class": mapper, "memory": "64MiB", "batch_rows_max": rows_max},
+            "mapper": {
+                "class": mapper,
+                "memory": f"{64 * per_process}MiB",
+                "batch_rows_max": rows_max,
+                "per_process": per_process,
+            },
             "reducer": {
                 "class": reducer,
                 "count": point.reducers,
+                "per_process": -(-point.reducers // PROCESSES_MAX),
                 "fetch_rows_max": rows_max,
                 "batch_rows_max": min(5 * rows_max, 500_000),
             },

@@ -43,7 +43,9 @@ mapper learns of the commit with the next request. A mapper whose window is full
 IDLE_WAIT_MS_MAX = 4_000
 """The longest wait of a request, in milliseconds, unless ``fetch_wait_ms`` is longer. Beginning with ``fetch_wait_ms``
 the wait doubles with every response without rows, until there are rows again: a mapper and a reducer that have nothing
-to say to each other cost next to nothing then. A mapper that has ceased to respond is found out later by as much."""
+to say to each other cost next to nothing then. A mapper that has ceased to respond is found out later by as much. It is
+less than ``DRAIN_S`` of a mapper, so that a poll ends with a response while a mapper that a row has stopped still
+serves."""
 
 _CHUNK_ROWS_SMALL = 4096
 """The average number of rows in a chunk below which all are copied into one chunk: user code pays for each chunk in

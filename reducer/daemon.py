@@ -1,17 +1,23 @@
-"""One reducer as a process: the threads around the core, and what it does when the store or a mapper fails.
+"""Reducers as a process: the threads around the core of each, and what they do when the store or a mapper fails.
 
     fetch (a thread for each mapper) -> process (user code), then commit (one thread)
 
 Fetching runs ahead. Process and commit take turns, and so they share a thread: a transaction that reads before the one
 before it is committed would read an outdated state, conflict with it, and be run again (``cycle``).
+
+A process hosts one reducer or several. They share the client of the store, the directory of the mappers, the
+connections to them and the endpoint of the metrics (``ProcessParts``); all else is each one's own.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from shuffle.api import WorkerSpec
@@ -33,6 +39,7 @@ from shuffle.reducer.core import FetchLimits, ReducerCore
 from shuffle.reducer.cycle import CycleEnvironment, ReduceCycle
 from shuffle.reducer.fetch import Fetcher, RowLocator
 from shuffle.reducer.outputs.opening import emitter
+from shuffle.reducer.pace import Pace
 from shuffle.reducer.reduce import ReduceStage
 from shuffle.reducer.row_cache import CommittedRowCache
 from shuffle.reducer.shared_core import SharedCore
@@ -40,7 +47,7 @@ from shuffle.spec.config import ProcessorSpec
 from shuffle.statestore import StateClient
 from shuffle.support import crash_points
 from shuffle.support.exit_codes import report
-from shuffle.support.logs import get_logger
+from shuffle.support.logs import get_logger, logged_as_worker
 from shuffle.support.retry import Backoff, patiently
 from shuffle.support.vital_threads import start_vital
 from shuffle.user_code.create import create_reducer
@@ -50,19 +57,27 @@ STOP_S_MAX = 10.0
 """The seconds that a reducer which is to stop waits for the reduce and the commit that are under way; then it ends
 without them."""
 
-WINDOWS_WAITING = 2
-"""A reducer lets rows add up to its share of all mappers' windows, divided by this number."""
+WINDOWS_WAITING = 4
+WINDOWS_WAITING_CROWDED = 2
+CROWDED_REDUCERS = 4
+"""A reducer lets rows add up to its share of all mappers' windows, divided by the first of these numbers; or by the
+second if a core has more than ``CROWDED_REDUCERS``, whose shares are small."""
 
 _STOP_CHECK_S = 0.2
 """The seconds between two checks of the event that stops the reducer."""
 
 T = TypeVar("T")
 
+Fail = Callable[[ShuffleError], None]
+"""A function that is told, by any thread, why the process cannot go on."""
+
 _log = get_logger(__name__)
 
 
-def run(spec: ProcessorSpec, index: int, *, stop: threading.Event | None = None) -> int:
-    """Run one reducer until ``stop`` is set or user code fails. Returns the exit code; errors are printed to stderr."""
+def run(spec: ProcessorSpec, indexes: int | Sequence[int], *, stop: threading.Event | None = None) -> int:
+    """Run the reducers ``indexes`` of ``spec`` in this process, until ``stop`` is set or the code of one of them fails.
+    Returns the exit code; errors are printed to stderr."""
+    hosted = [indexes] if isinstance(indexes, int) else list(indexes)
     stop = stop or threading.Event()
     backoff = Backoff(spec.reducer.backoff_ms, spec.reducer.backoff_ms_max)
     try:
@@ -72,7 +87,7 @@ def run(spec: ProcessorSpec, index: int, *, stop: threading.Event | None = None)
         with client:
             mapper_count = _patiently(lambda: _check(spec, client), "the state store", backoff, stop)
             if mapper_count is not None:
-                ReducerDaemon(spec, index, client, mapper_count).run(stop)
+                _run_hosted(spec, hosted, client, mapper_count, stop)
             return 0
     except ShuffleError as error:
         return report(error)
@@ -94,10 +109,72 @@ def _patiently(call: Callable[[], T], peer: str, backoff: Backoff, stop: threadi
     return patiently(call, backoff, stop, log_wait)
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessParts:
+    """What the reducers of one process share, besides the client of the store."""
+
+    directory: MapperDirectory
+    clients: ClientPool
+    attributes: Mapping[str, str]
+    """What their leases tell about the process."""
+
+
+@contextmanager
+def _process_parts(
+    spec: ProcessorSpec, client: StateClient, metrics: ReducerMetrics, port: int | None, fail: Fail
+) -> Iterator[ProcessParts]:
+    """The parts of a process that serves its metrics on ``port``, or none if it is None."""
+    with ExitStack() as stack:
+        attributes = {}
+        if port is not None:
+            metrics_server = serve_metrics(metrics.registry, fail, port=port)
+            attributes["metrics"] = stack.enter_context(metrics_server).address
+        directory = stack.enter_context(MapperDirectory(client, spec.processor, fail))
+        yield ProcessParts(directory, ClientPool(), attributes)
+
+
+def _run_hosted(
+    spec: ProcessorSpec, indexes: Sequence[int], client: StateClient, mapper_count: int, stop: threading.Event
+) -> None:
+    """Run reducers side by side until ``stop`` is set. An error after which one of them cannot go on ends all of them,
+    and is raised; whoever started the process starts it again."""
+    if len(indexes) == 1:
+        ReducerDaemon(spec, indexes[0], client, mapper_count).run(stop)
+        return
+    failures: list[ShuffleError] = []
+
+    def fail(error: ShuffleError) -> None:
+        failures.append(error)
+        stop.set()
+
+    daemons: list[ReducerDaemon] = []
+    for index in indexes:
+        daemons.append(ReducerDaemon(spec, index, client, mapper_count, daemons[0].metrics if daemons else None))
+    port = spec.metrics_port("reducer", indexes[0])
+    with _process_parts(spec, client, daemons[0].metrics, port, fail) as parts:
+        threads = []
+        for daemon in daemons:
+            with logged_as_worker(daemon.index):
+                run_one = partial(daemon.run_reporting, stop, parts, fail)
+                threads.append(start_vital(run_one, f"reducer-{daemon.index}", fail))
+        for thread in threads:
+            thread.join()
+    if failures:
+        raise failures[0]
+
+
 class ReducerDaemon:
     """One instance of one reducer."""
 
-    def __init__(self, spec: ProcessorSpec, index: int, client: StateClient, mapper_count: int) -> None:
+    def __init__(
+        self,
+        spec: ProcessorSpec,
+        index: int,
+        client: StateClient,
+        mapper_count: int,
+        beside: ReducerMetrics | None = None,
+    ) -> None:
+        """``beside`` are the metrics of another reducer of this process, if there is one."""
         if not 0 <= index < spec.reducer.count:
             raise SpecError(
                 f"there is no reducer {index}: {spec.path} has {spec.reducer.count}, counted from 0",
@@ -106,21 +183,31 @@ class ReducerDaemon:
         self.guid = new_guid()
         self.index = ReducerIndex(index)
         self._metrics_port = spec.metrics_port("reducer", index)
-        self.metrics = ReducerMetrics(spec.processor, index, self._metrics_port is not None)
+        self.metrics = ReducerMetrics(spec.processor, index, self._metrics_port is not None, beside)
         self._spec = spec
         self._client = client
         self._mapper_count = mapper_count
         self._committer = Committer(client, spec.reducers_table, self.index, mapper_count)
         self._core = ReducerCore(mapper_count, limits_of(spec, mapper_count))
-        self._shared = SharedCore(self._core, spec.reducer.count)
+        self._shared = SharedCore(self._core, Pace(reducers_per_core(spec)))
         self._row_cache = CommittedRowCache()
         self._split_brains = self._backoff()
 
     def _backoff(self) -> Backoff:
         return Backoff(self._spec.reducer.backoff_ms, self._spec.reducer.backoff_ms_max)
 
-    def run(self, stop: threading.Event) -> None:
-        """Run until ``stop`` is set; raises the error after which the reducer cannot go on."""
+    def run_reporting(self, stop: threading.Event, parts: ProcessParts, fail: Fail) -> None:
+        """``run`` in a process with other reducers: an error goes to ``fail``, and names the reducer."""
+        try:
+            self.run(stop, parts)
+        except ShuffleError as error:
+            _log.error("stopped", error=error, **error.fields)
+            named = f"reducer {self.index}" in error.message
+            fail(error if named else type(error)(f"reducer {self.index}: {error.message}", **error.fields))
+
+    def run(self, stop: threading.Event, parts: ProcessParts | None = None) -> None:
+        """Run until ``stop`` is set; raises the error after which the reducer cannot go on. ``parts`` are those of the
+        process, if it hosts others beside this one."""
         spec = self._spec
         persisted = _patiently(self._committer.read_state, "the state store", self._backoff(), stop)
         if persisted is None:
@@ -128,26 +215,23 @@ class ReducerDaemon:
         crash_points.reach("reducer.after_state_read")
         self._shared.restart(persisted)
         with ExitStack() as stack:
-            attributes = {"index": str(self.index)}
-            if self._metrics_port is not None:
-                metrics_server = serve_metrics(self.metrics.registry, self._shared.fail, port=self._metrics_port)
-                attributes["metrics"] = stack.enter_context(metrics_server).address
+            if parts is None:
+                own = _process_parts(spec, self._client, self.metrics, self._metrics_port, self._shared.fail)
+                parts = stack.enter_context(own)
+            attributes = {"index": str(self.index), **parts.attributes}
             group, ttl_ms = reducers_group(spec.processor), spec.lease_ttl_ms
             stack.enter_context(Membership(self._client, group, self.guid, attributes, ttl_ms, self._shared.fail))
-            directory = MapperDirectory(self._client, spec.processor, self._shared.fail)
-            stack.callback(directory.close)
             _log.info("reducer started", guid=self.guid, committed=list(persisted.committed_row_indices))
-            self._run_stages(directory, stop)
+            self._run_stages(parts, stop)
         if self._shared.failure is not None:
             raise self._shared.failure
         _log.info("reducer stopped", committed=list(self._core.committed_state.committed_row_indices))
 
-    def _run_stages(self, directory: MapperDirectory, stop: threading.Event) -> None:
-        shared = self._shared
+    def _run_stages(self, parts: ProcessParts, stop: threading.Event) -> None:
+        shared, directory = self._shared, parts.directory
         stage = _patiently(lambda: self._reduce_stage(directory), "the state store", self._backoff(), stop)
         if stage is None:
             return
-        clients = ClientPool()
         fetchers = [
             Fetcher(
                 MapperIndex(i),
@@ -158,7 +242,7 @@ class ReducerDaemon:
                 self.metrics,
                 self._rows_gone,
                 self._spec.reducer.share_memory,
-                clients,
+                parts.clients,
             )
             for i in range(self._mapper_count)
         ]
@@ -174,7 +258,7 @@ class ReducerDaemon:
         if process.is_alive():
             # Whatever it does now, the reducer's row shows the next instance whether it was committed.
             _log.warning("left without waiting any longer", stage=process.name, waited_s=STOP_S_MAX)
-        directory.close()  # Also wakes the fetchers that wait for a mapper.
+        directory.wake()  # Fetchers may wait for a mapper.
         # A request that was only being sent when the others were interrupted waits for its response.
         deadline_s = time.monotonic() + self._spec.reducer.fetch_wait_ms / 1000 + 1.0
         for fetcher in fetchers:
@@ -260,9 +344,15 @@ def _log_wait(error: Exception, waited_s: float) -> None:
     _log.warning("the store could not be used, trying again", error=error, waited_s=round(waited_s, 3))
 
 
+def reducers_per_core(spec: ProcessorSpec) -> float:
+    """The reducers that share a core of this machine, if all of them run on it."""
+    return spec.reducer.count / (os.cpu_count() or 1)
+
+
 def limits_of(spec: ProcessorSpec, mapper_count: int) -> FetchLimits:
     reducer = spec.reducer
     windows_bytes = mapper_count * (spec.mapper.memory_bytes // spec.mapper.per_process) // reducer.count
+    is_crowded = reducers_per_core(spec) > CROWDED_REDUCERS
     return FetchLimits(
         fetch_rows_max=reducer.fetch_rows_max,
         fetch_bytes_max=reducer.fetch_bytes_max,
@@ -272,5 +362,7 @@ def limits_of(spec: ProcessorSpec, mapper_count: int) -> FetchLimits:
         # Room for one batch that is fetched while another one is reduced.
         queued_bytes_max=2 * reducer.batch_bytes_max,
         # Rows that wait here stay in the mappers' windows, too, and a mapper whose window is full reads no more.
-        enough_bytes=min(reducer.batch_bytes_max // 2, windows_bytes // WINDOWS_WAITING),
+        enough_bytes=min(
+            reducer.batch_bytes_max // 2, windows_bytes // (WINDOWS_WAITING_CROWDED if is_crowded else WINDOWS_WAITING)
+        ),
     )

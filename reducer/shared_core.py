@@ -29,10 +29,9 @@ _WAIT_S = 1.0
 class SharedCore:
     """The core of one reducer instance, behind one lock (see the module's text)."""
 
-    def __init__(self, core: ReducerCore, reducer_count: int = 1) -> None:
-        """``reducer_count`` is the number of reducers that share the machines with this one."""
+    def __init__(self, core: ReducerCore, pace: Pace | None = None) -> None:
         self._core = core
-        self._pace = Pace(reducer_count)
+        self._pace = pace or Pace()
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._empty_responses = 0

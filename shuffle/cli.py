@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DELEGATES = {
     "mapper": ("shuffle.mapper.__main__", "run one mapper of a processor, or several in one process"),
-    "reducer": ("shuffle.reducer.__main__", "run one reducer of a processor"),
+    "reducer": ("shuffle.reducer.__main__", "run one reducer of a processor, or several in one process"),
     "statestore": ("shuffle.statestore.server.daemon", "serve a state store"),
     "demo": ("shuffle.examples.demo", "see it all work, with processes killed on the way"),
 }

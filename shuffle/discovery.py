@@ -194,6 +194,12 @@ class MapperDirectory:
             seen = self._changes if since is None else since
             return self._changed.wait_for(lambda: self._changes != seen or self._closing.is_set(), timeout_s)
 
+    def wake(self) -> None:
+        """Ends all waits for a change, as a change would: one of those that wait here is to stop."""
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
+
     def close(self) -> None:
         self._closing.set()
         with self._changed:

@@ -35,8 +35,8 @@ class MapperMetrics(Metrics):
 
 
 class ReducerMetrics(Metrics):
-    def __init__(self, processor: str, index: int, enabled: bool = True) -> None:
-        super().__init__(processor, "reducer", index, enabled)
+    def __init__(self, processor: str, index: int, enabled: bool = True, beside: ReducerMetrics | None = None) -> None:
+        super().__init__(processor, "reducer", index, enabled, beside)
         self.fetched_rows = self._counter("fetched_rows", "Rows fetched from mappers, repeated ones included")
         self.fetched_bytes = self._counter("fetched_bytes", "Bytes fetched from mappers, repeated ones included")
         self.reduced_rows = self._counter("reduced_rows", "Rows whose effect is committed")

@@ -162,7 +162,7 @@ class Controller:
         reducer_count = spec.reducer.count if self._options.reducers else 0
         hosted = {
             "mapper": share_out(mapper_count, spec.mapper.per_process),
-            "reducer": share_out(reducer_count, 1),
+            "reducer": share_out(reducer_count, spec.reducer.per_process),
         }
         workers = {role: [self._start(role, indexes, logs) for indexes in of] for role, of in hosted.items()}  # 3
         self._say(f"{spec.processor}: {mapper_count} mappers, {reducer_count} reducers, logs in {logs}")

@@ -55,7 +55,8 @@ class MapperSpec:
     """The most bytes of mapped rows that the windows of one mapper process may hold, in equal shares for its mappers;
     above that, reading stops. YAML key: ``memory``. Default: 256 MiB."""
     batch_rows_max: int = 100_000
-    """The most rows in one read, and thus in one call of ``map``. Default: 100,000."""
+    """The most rows in one call of ``map``. A mapper that is behind its input reads the rows of several calls at once.
+    Default: 100,000."""
     batch_bytes_max: int = 16 * MIB
     """The most bytes in one read; a single row may have more. Default: 16 MiB."""
     read_wait_ms: int = 1_000
@@ -97,7 +98,8 @@ class ReducerSpec:
     fetch_bytes_max: int = 16 * MIB
     """The most bytes in one response of one mapper. Default: 16 MiB."""
     fetch_wait_ms: int = 500
-    """Milliseconds that a mapper holds a request when it has no rows for it. Default: 500."""
+    """Milliseconds that a mapper holds a request when it has no rows for it. While it has none they double with each
+    request, up to 4 seconds. Default: 500."""
     share_memory: bool = True
     """True to read rows of mappers on the same machine from shared memory, and not from a socket. Default: true."""
     batch_rows_max: int = 2_000_000
@@ -114,6 +116,9 @@ class ReducerSpec:
     dead_letter_queue: str | None = None
     """The queue for rows that are set aside, with ``on_error: dead_letter``. Default:
     ``<processor>/reducer_dead_letters``."""
+    per_process: int = 1
+    """The number of reducers in one process. They share its interpreter, and whatever ends one of them ends all of
+    them. Default: 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""The mappers that one process hosts: sets of indexes, and their text on a command line (``0,1,2`` or ``0-2``)."""
+"""The mappers or reducers that one process hosts: sets of indexes, and their text on a command line, ``0,1,2`` or
+``0-2``."""
 
 from __future__ import annotations
 
@@ -8,27 +9,28 @@ from collections.abc import Sequence
 from shuffle.errors import BadInput
 
 PER_PROCESS_MAX = 64
-"""The most mappers in one process. Each has three threads of its own, and they take turns in one interpreter."""
+"""The most mappers, or reducers, in one process. Each has threads of its own, and they take turns in one
+interpreter."""
 
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
-def parse_indexes(text: str) -> list[int]:
+def parse_indexes(text: str, role: str = "mapper") -> list[int]:
     """The indexes that ``text`` names, in their order: ``3``, ``0,2,5``, ``0-3``, or several of these with commas."""
     indexes: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None:
-            raise BadInput(f"{text!r} names no mappers: write one index (3), several (0,2,5) or a range (0-3)")
+            raise BadInput(f"{text!r} names no {role}s: write one index (3), several (0,2,5) or a range (0-3)")
         first = int(match[1])
         last = first if match[2] is None else int(match[2])
         if last < first:
             raise BadInput(f"{part.strip()!r} is a range that ends before it begins: write it as {last}-{first}")
         if last - first >= PER_PROCESS_MAX or len(indexes) + last - first >= PER_PROCESS_MAX:
-            raise BadInput(f"{text!r} are more than {PER_PROCESS_MAX} mappers: start more processes with fewer each")
+            raise BadInput(f"{text!r} are more than {PER_PROCESS_MAX} {role}s: start more processes with fewer each")
         indexes += range(first, last + 1)
     if len(set(indexes)) < len(indexes):
-        raise BadInput(f"{text!r} names a mapper twice")
+        raise BadInput(f"{text!r} names a {role} twice")
     return indexes
 
 

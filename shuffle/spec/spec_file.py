@@ -286,6 +286,7 @@ _REDUCER: dict[str, Reader] = {
     "backoff_ms_max": _DURATION,
     "on_error": _choice("stop", "dead_letter"),
     "dead_letter_queue": _queue_name,
+    "per_process": _COUNT,
 }
 _SPILL: dict[str, Reader] = {
     "enabled": _flag,

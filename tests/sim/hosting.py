@@ -1,4 +1,4 @@
-"""Runs in which a mapper process hosts several mapper instances: they are started, paused and killed together.
+"""Runs in which a process hosts several mappers, or several reducers: they are started, paused and killed together.
 
 Only with the profile ``hosting`` (``--faults hosting``), and then in every seed.
 """
@@ -21,11 +21,21 @@ MARKS = (
     "a poison row stopped its partition",
     "mapper paused beyond its lease",
     "several mappers died together",
+    "several reducers died together",
     "three instances of a mapper",
 )
 """What must have happened at least once in a run of many seeds of this profile."""
 
-OFTEN = ("crash mapper", "crash mapper", "pause mapper", "twin mapper", "discovery stale")
+OFTEN = (
+    "crash mapper",
+    "crash mapper",
+    "pause mapper",
+    "twin mapper",
+    "discovery stale",
+    "crash reducer",
+    "pause reducer",
+    "twin reducer",
+)
 
 
 class Hosting:
@@ -62,6 +72,6 @@ class Hosting:
             more.append(Fault(number, rng.choice(OFTEN), at_us, length_us, rng.random(), rng.random()))
         return sorted([*made, *more], key=lambda fault: (fault.at_us, fault.number))
 
-    def processes(self, mapper_count: int) -> Sequence[Sequence[int]]:
-        """The mappers that each process hosts."""
-        return share_out(mapper_count, self._per_process)
+    def processes(self, worker_count: int) -> Sequence[Sequence[int]]:
+        """The mappers, or reducers, that each process hosts."""
+        return share_out(worker_count, self._per_process)

@@ -6,6 +6,8 @@ import contextlib
 from dataclasses import replace
 from typing import Any
 
+from pyarrow import concat_tables as _concat_tables
+
 import shuffle.mapper.serve as _serve
 from shuffle.durable.mapper_state import MapperState as _MapperState
 from shuffle.durable.mapper_state import lookup_state as _lookup_state
@@ -15,6 +17,7 @@ from shuffle.errors import SplitBrain as _SplitBrain
 from shuffle.mapper.bucket import Bucket as _Bucket
 from shuffle.mapper.bucket import ServedBatch as _ServedBatch
 from shuffle.mapper.core import MapperCore as _Core
+from shuffle.mapper.mapping import MapStage as _MapStage
 from shuffle.mapper.trim import Trimmer as _Trimmer
 from shuffle.mapper.trim_plan import TrimPlan as _TrimPlan
 from shuffle.mapper.window import EntryPart as _Part
@@ -282,3 +285,18 @@ def gap_counted_as_a_row(patch: Any) -> None:
         self.next_input_index += 1
 
     patch(_Core, "skip_to", skip_to)
+
+
+def order_of_rows_depends_on_how_many_were_read(patch: Any) -> None:
+    """Of the calls of ``map`` for one read the last comes first: its rows get other indexes than when they are read
+    again with others."""
+    original = _MapStage.apply
+
+    def apply(self: Any, rows: Any, input_begin: Any, rows_max: Any = None) -> Any:
+        if rows_max is None or rows.num_rows <= rows_max:
+            return original(self, rows, input_begin, rows_max)
+        last = (rows.num_rows - 1) // rows_max * rows_max
+        turned = _concat_tables([rows.slice(last), rows.slice(0, last)])
+        return original(self, turned, input_begin, rows_max)
+
+    patch(_MapStage, "apply", apply)

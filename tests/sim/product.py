@@ -107,7 +107,10 @@ def _settle() -> None:
     mapper, reducer, fetch, stream = (sys.modules[name] for name in names)
     vars(mapper).update(MapperMetrics=NoMetrics)
     vars(sys.modules["shuffle.mapper.instance"]).update(DRAIN_S=2.0)
-    vars(reducer).update(ReducerMetrics=NoMetrics, _STOP_CHECK_S=1.0)
+    # A run is the same on every machine, however many cores it has.
+    vars(reducer).update(ReducerMetrics=NoMetrics, _STOP_CHECK_S=1.0, reducers_per_core=lambda spec: 1.0)
+    # Less than ``DRAIN_S``, as on a real machine: a poll must end while a mapper that a row has stopped still serves.
+    vars(sys.modules["shuffle.reducer.core"]).update(IDLE_WAIT_MS_MAX=1_000)
     vars(fetch).update(RESPONSE_S_MAX=1.0, LOCATE_S_MAX=0.5)
     vars(stream).update(STREAM_S_MAX=0.5)
     importlib.import_module("tests.sim.stragglers").settle(dict(sys.modules))

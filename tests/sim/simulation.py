@@ -141,7 +141,7 @@ class Simulation:
         self.host.on_commit = lambda request, committed: self.checkers.on_commit(request, committed.version)
         self._ends: list[Callable[[], None]] = []
         self.slots = [Slot(self, "mapper", hosted) for hosted in self.hosting.processes(self.workload.mapper_count)]
-        self.slots += [Slot(self, "reducer", [index]) for index in range(self.workload.reducer_count)]
+        self.slots += [Slot(self, "reducer", hosted) for hosted in self.hosting.processes(self.workload.reducer_count)]
         self._wire()
         self.host.start()
         for slot in self.slots:
@@ -238,9 +238,9 @@ class Simulation:
     def reducer_main(self, process: Process, hosted: Sequence[int]) -> None:
         self._worker(
             process,
-            lambda stop: shuffle.reducer.daemon.ReducerDaemon(
-                self.spec, hosted[0], self.client(process), self.workload.mapper_count
-            ).run(stop),
+            lambda stop: shuffle.reducer.daemon._run_hosted(
+                self.spec, hosted, self.client(process), self.workload.mapper_count, stop
+            ),
         )
 
     def _worker(self, process: Process, run: Callable[[Any], None]) -> None:

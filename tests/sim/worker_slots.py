@@ -42,7 +42,7 @@ class Slot:
 
     def _ended(self) -> None:
         if len(self.hosted) > 1:
-            self.simulation.world.mark("several mappers died together")
+            self.simulation.world.mark(f"several {self.role}s died together")
         # The controller starts it again, a little later.
         self.simulation.world.at(self.simulation.world.now_us + 150_000, lambda _: self.ensure())
 

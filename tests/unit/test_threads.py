@@ -52,7 +52,7 @@ DECIDED: dict[tuple[str, str], tuple[int, str]] = {
     ),
     # Mappers and reducers.
     ("mapper/instance.py", VITAL): (2, "ingestion and trim: the mapper process ends"),
-    ("reducer/daemon.py", VITAL): (1, "reduce and commit: the reducer ends"),
+    ("reducer/daemon.py", VITAL): (2, "reduce and commit, and a reducer beside others: the process ends"),
     ("reducer/fetch.py", VITAL): (1, "a fetcher: the reducer ends"),
     ("shuffle/discovery.py", VITAL): (2, "lease and directory: the worker ends"),
     ("shuffle/support/metrics.py", VITAL): (1, "the metrics: the worker, or the store's daemon, ends"),

@@ -16,8 +16,8 @@ from shuffle.statestore.codec.arrow_bytes import NumpyArray, from_numpy, nulls_o
 from shuffle.statestore.codec.byte_rows import ByteRows, Growing
 from shuffle.statestore.codec.column_types import is_text_or_bytes
 from shuffle.statestore.codec.key_hash import hash_keys
+from shuffle.statestore.codec.key_index import KeyIndex
 from shuffle.statestore.codec.keys import KeyCodec
-from shuffle.support.key_index import KeyIndex
 
 
 class _Column:

@@ -24,7 +24,7 @@ from shuffle.limits import MIB
 from shuffle.statestore.codec.arrow_bytes import NumpyArray
 from shuffle.statestore.codec.byte_rows import ByteRows, Growing
 from shuffle.statestore.codec.key_hash import hash_keys
-from shuffle.support.key_index import KeyIndex
+from shuffle.statestore.codec.key_index import KeyIndex
 
 PIECE_ROWS = 1 << 18
 PIECE_BYTES = 64 * MIB

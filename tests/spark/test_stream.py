@@ -149,6 +149,8 @@ class DiesOnce(CountByUser):
 def test_reduce_stream_counts_exactly_once_over_killed_workers_and_mappers(
     spark: SparkSession, system: LocalSystem, state: StateClient, start_mappers: StartMappers, tmp_path: Path
 ) -> None:
+    if TABLE in {table.name for table in state.tables()}:
+        state.drop_table(TABLE)  # Other tests of this store count into it, too.
     rows = generated(state, "logs-reduced", seed=2)
     reducer = {
         "class": "tests.spark.test_stream:DiesOnce",

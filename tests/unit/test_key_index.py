@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from shuffle.statestore.codec.key_hash import hash_keys
-from shuffle.support.key_index import KeyIndex, NumpyArray
+from shuffle.statestore.codec.key_index import KeyIndex, NumpyArray
 
 GOOD = np.uint64(0xFFFFFFFFFFFFFFFF)
 POOR = np.uint64(0xF000000000000003)

@@ -40,7 +40,7 @@ class Logged:
         self._rows_min = rng.choice([1, 1, 2]) if self.is_on else 1 << 30
         self._inline_bytes = rng.choice([0, 150, 8_192])
         self._compacted_rows = rng.choice([2, 8, 30, 1 << 30])
-        self._growth = rng.choice([1, 2, 3])
+        self._growth = rng.choice([2, 2, 3])
         self._bytes_max = rng.choice([1, 1 << 40]) if self._compacted_rows < 1 << 30 else 1
         self._chunk_rows = rng.choice([2, 1_000])
         self._check_s = rng.choice([0.02, 0.1, 0.3])

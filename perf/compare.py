@@ -50,8 +50,8 @@ from perf.yardsticks.realtime_source import NoJavac
 from shuffle.errors import ShuffleError
 from shuffle.examples.workload import Workload
 
-ROWS_DEFAULT = 18_000_000
-REALTIME_ROWS_DEFAULT = 6_000_000
+ROWS_DEFAULT = 12_000_000
+REALTIME_ROWS_DEFAULT = 12_000_000
 LARGE_ROWS_DEFAULT = 12_000_000
 BATCH_ROWS_DEFAULT = 1_000_000
 WARMING_ROWS = 1_000_000
@@ -226,8 +226,7 @@ def log_jobs(args: argparse.Namespace, given: Input, ours: Ours, peers: Peers, f
 
 
 def realtime_jobs(args: argparse.Namespace, workload: Workload, folder: Path, stack: ExitStack) -> dict[Key, Job]:
-    """The count on Spark's real-time mode, over the first of the same rows. It is so much slower that all of them would
-    take too long."""
+    """The count on Spark's real-time mode, over the first of the same rows: with many of them it would take long."""
     if COUNT not in args.jobs or {"spark", "realtime"} & set(args.without):
         return {}
     rows = min(args.rows, args.realtime_rows)

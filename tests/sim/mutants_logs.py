@@ -10,7 +10,6 @@ from typing import Any
 
 from shuffle.statestore.engine.engine import Engine as _Engine
 from shuffle.statestore.engine.row_log import RowLog as _RowLog
-from shuffle.statestore.engine.table_logs import TableLog as _TableLog
 from shuffle.statestore.engine.table_logs import TableLogs as _TableLogs
 from shuffle.statestore.engine.table_logs import inline_prefix as _inline_prefix
 from shuffle.statestore.local.log_keeper import LogKeeper as _LogKeeper
@@ -61,13 +60,6 @@ def moved_rows_taken_for_absent(patch: Any) -> None:
 
 def reads_of_logged_tables_not_checked(patch: Any) -> None:
     patch(_TableLogs, "conflict", lambda self, version, keys_read, ranges: None)
-
-
-def conflicts_with_a_replaced_log_missed(patch: Any) -> None:
-    def parts_since(self: Any, version: int) -> Any:
-        return [(self.rows, self.marks.count_at(version))]
-
-    patch(_TableLog, "_parts_since", parts_since)
 
 
 def snapshots_see_the_newest_rows(patch: Any) -> None:

@@ -207,6 +207,20 @@ def test_table_dropped_while_it_is_moved_leaves_nothing_in_the_database(opened: 
     assert list(store.rocks.view().scan(begin, end)) == []
 
 
+@pytest.mark.parametrize("then", ["move", "compact"])
+def test_transaction_conflicts_with_what_a_replaced_log_had(opened: Opened, then: str) -> None:
+    store, table, _ = opened()
+    store.commit(put(table, LARGE))
+    version = store.oldest_version = store.engine.version
+    store.commit(put(table, {3: 2}))
+    getattr(store, then)(table)
+    for number, conflicts in ((3, True), (4, False)):
+        late = put(table, {number: 9})
+        late.reads = ReadSet(version, [key(table, number)], [])
+        [result] = store.group(late)
+        assert isinstance(result, CommitConflict) == conflicts
+
+
 def test_transaction_whose_log_was_forgotten_is_refused(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     store, table, _ = opened()
     store.commit(put(table, LARGE))

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 from shuffle.errors import ShuffleError as _ShuffleError
+from shuffle.statestore.engine import engine as _engine
 from shuffle.statestore.engine.conflicts import ConflictHistory as _History
 from shuffle.statestore.engine.engine import Engine as _Engine
 from shuffle.statestore.engine.ordered_table import Partition as _Partition
@@ -152,15 +153,16 @@ def version_not_stored(patch: Any) -> None:
 
 
 def tail_cut_too_short(patch: Any) -> None:
-    original = _Engine._clean_files
+    original = _engine.clean_files
 
-    def clean_files(self: Any, now_ms: int) -> None:
-        original(self, now_ms)
-        for partition in self.partitions.values():
+    def clean_files(segments: Any, staged: Any, version: int, catalogue: Any, partitions: Any, now_ms: int) -> Any:
+        set_aside = original(segments, staged, version, catalogue, partitions, now_ms)
+        for partition in partitions.values():
             for segment in partition.segments[-1:]:
-                self._segments.truncate(segment.name, segment.size_bytes - 8)
+                segments.truncate(segment.name, segment.size_bytes - 8)
+        return set_aside
 
-    patch(_Engine, "_clean_files", clean_files)
+    patch(_engine, "clean_files", clean_files)
 
 
 def rolled_back_group_shown(patch: Any) -> None:

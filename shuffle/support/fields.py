@@ -90,7 +90,7 @@ def check_fields(what: str, fields: Sequence[Field], message: Mapping[str, Any])
             continue
         if not fits(field, value):
             raise _refused(what, field, value)
-        if field.needs and value and message.get(field.needs) is None:
+        if field.needs and value is not False and message.get(field.needs) is None:
             raise BadInput(f"{what}: {field.name} without {field.needs}", field=field.needs)
 
 
@@ -153,7 +153,7 @@ class Checker:
                     break
             elif type(value) is not value_type or (value_type is str and not fits(field, value)):
                 break
-            if needs and value and message.get(needs) is None:
+            if needs and value is not False and message.get(needs) is None:
                 break
         else:
             return

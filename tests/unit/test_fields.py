@@ -83,6 +83,15 @@ def test_a_field_that_needs_another_is_refused_without_it() -> None:
         check_fields("a message", fields, {"b": True})
 
 
+@pytest.mark.parametrize("check", [check_fields, lambda what, fields, message: Checker(what, fields).check(message)])
+def test_a_number_that_needs_another_field_is_refused_without_it_also_if_it_is_zero(check: Any) -> None:
+    fields = (number("a", optional=True), number("b", optional=True, needs="a"))
+    check("a message", fields, {"a": 0, "b": 0})
+    check("a message", fields, {})
+    with pytest.raises(BadInput, match="b without a"):
+        check("a message", fields, {"b": 0})
+
+
 def test_places_are_as_many_as_there_are_fields() -> None:
     fields = (number("a"), text("b", optional=True))
     check_items("a message", fields, [1, None])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
+
 from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import CommitConflict, SplitBrain
 from shuffle.ids import ReducerIndex
 from shuffle.reducer.core import ReduceBatch
 from shuffle.reducer.reduce import Reduced
-from shuffle.statestore import StateClient
+from shuffle.statestore import PreparedRows, StateClient
 from shuffle.support import crash_points
 
 
@@ -22,6 +24,8 @@ class Committer:
         self._row_is_there = False
         """Whether the reducer has a row in the store, as far as is known. One that has committed nothing has none, and
         for the store's comparison an absent row is not the same as an initial one."""
+        self._committed: tuple[ReducerState, PreparedRows] | None = None
+        """The state of the last commit, and its row, which the next commit is likely to expect."""
 
     def read_state(self) -> ReducerState:
         rows = self._client.lookup(self._table, ReducerState.key(self._index))
@@ -42,10 +46,11 @@ class Committer:
         transaction = reduced.transaction or self._client.transaction()  # 1
         with transaction:
             if self._row_is_there or batch.expected != ReducerState.initial(self._mapper_count):  # 2
-                transaction.expect(self._table, batch.expected.to_row(self._index))
+                transaction.expect(self._table, self._row_of(batch.expected))
             else:
                 transaction.expect_absent(self._table, ReducerState.key(self._index))
-            transaction.write(self._table, batch.new.to_row(self._index))  # 3
+            row = self._client.prepare(self._table, batch.new.to_row(self._index))
+            transaction.write(self._table, row)  # 3
             crash_points.reach("reducer.before_commit")
             try:
                 transaction.commit()  # 4
@@ -56,6 +61,12 @@ class Committer:
                 raise
             crash_points.reach("reducer.after_commit")
         self._row_is_there = True
+        self._committed = batch.new, row
+
+    def _row_of(self, state: ReducerState) -> pa.RecordBatch | PreparedRows:
+        if self._committed is not None and self._committed[0] == state:
+            return self._committed[1]
+        return state.to_row(self._index)
 
 
 def _describe(index: ReducerIndex, batch: ReduceBatch, persisted: ReducerState) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shuffle.statestore.client.client import StateClient
 from shuffle.statestore.client.leases import Lease, Leases
 from shuffle.statestore.client.queue import Queue
-from shuffle.statestore.client.transaction import Snapshot, Transaction
+from shuffle.statestore.client.transaction import PreparedRows, Snapshot, Transaction
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.request import Committed
 from shuffle.statestore.store import Member
@@ -15,6 +15,7 @@ __all__ = [
     "Lease",
     "Leases",
     "Member",
+    "PreparedRows",
     "Queue",
     "QueueSchema",
     "Snapshot",

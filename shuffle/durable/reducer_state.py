@@ -24,6 +24,8 @@ REDUCERS_VALUE = pa.schema(
 itself costs. ``fronts`` is encoded in the same way, with ``NO_FRONT`` for a mapper of which no front is known; it is
 null if none is known of any mapper."""
 
+_ROW = pa.schema([*REDUCERS_KEY, *REDUCERS_VALUE])
+
 NO_FRONT = -(2**63)
 """The encoded value for a mapper of which no front is known."""
 
@@ -107,16 +109,11 @@ class ReducerState:
         fronts = None if encoded_fronts is None else _decode_fronts(encoded_fronts, mapper_count)
         return ReducerState(tuple(ShuffleIndex(index) for index in indices), generation, fronts)
 
-    def to_row(self, reducer_index: ReducerIndex) -> pa.Table:
+    def to_row(self, reducer_index: ReducerIndex) -> pa.RecordBatch:
         """The row as it is written to the table of reducers."""
-        return pa.table(
-            {
-                "reducer_index": pa.array([reducer_index], pa.int32()),
-                "committed_row_indices": pa.array([self.encode()], pa.binary()),
-                "generation": pa.array([self.generation], pa.int32()),
-                "fronts": pa.array([self.encode_fronts()], pa.binary()),
-            }
-        )
+        values = (reducer_index, self.encode(), self.generation, self.encode_fronts())
+        columns = [pa.array([value], data_type) for value, data_type in zip(values, _ROW.types, strict=True)]
+        return pa.RecordBatch.from_arrays(columns, schema=_ROW)
 
     @staticmethod
     def key(reducer_index: ReducerIndex) -> pa.Table:

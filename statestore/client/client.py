@@ -24,7 +24,7 @@ from shuffle.statestore.client.open_store import (
 )
 from shuffle.statestore.client.queue import Queue
 from shuffle.statestore.client.row_cache import RowCache
-from shuffle.statestore.client.transaction import Snapshot, Transaction
+from shuffle.statestore.client.transaction import PreparedRows, Snapshot, Transaction
 from shuffle.statestore.codec.schema import QueueSchema, TableSchema
 from shuffle.statestore.codec.sorted_table import Bound, Table
 from shuffle.statestore.request import CreateQueue, CreateTable, Drop
@@ -179,6 +179,10 @@ class StateClient:
         snapshot = Snapshot(self._handles, self._store, ReadView(view_id, version, session_id))
         snapshot.renew()
         return snapshot
+
+    def prepare(self, table: str, rows: pa.Table | pa.RecordBatch) -> PreparedRows:
+        """Encode rows for a table once, so that several transactions can write or expect them."""
+        return PreparedRows.of(self._handles.table(table), rows)
 
     def lookup(self, table: str, keys: pa.Table | pa.RecordBatch) -> pa.Table:
         """The rows with these keys, as of now; missing ones are absent."""

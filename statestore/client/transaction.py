@@ -8,6 +8,7 @@ its read view, which is released when the client's session ends.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
@@ -25,6 +26,33 @@ from shuffle.statestore.request import CommitRequest, Committed, Precondition, P
 from shuffle.statestore.store import ReadView, Store
 from shuffle.statestore.wire.operations import check_section
 from shuffle.support.fields import as_int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRows:
+    """Rows that were encoded for a table once, for several transactions (``StateClient.prepare``)."""
+
+    rows: pa.Table | pa.RecordBatch
+    """The rows as they were given."""
+    table_id: int
+    """The id of the table that they are encoded for; a table that is created anew has another."""
+    keys: Binary
+    """The encoded keys."""
+    values: Binary
+    """The encoded values."""
+
+    @staticmethod
+    def of(table: Table, rows: pa.Table | pa.RecordBatch) -> PreparedRows:
+        """Encode ``rows`` for ``table``."""
+        return PreparedRows(rows, table.table_id, *table.encode_rows(rows))
+
+
+def _encoded(table: Table, rows: pa.Table | pa.RecordBatch | PreparedRows) -> tuple[Binary, Binary]:
+    if not isinstance(rows, PreparedRows):
+        return table.encode_rows(rows)
+    if rows.table_id == table.table_id:
+        return rows.keys, rows.values
+    return table.encode_rows(rows.rows)  # The table was dropped and created anew.
 
 
 class _ViewReader:
@@ -206,7 +234,7 @@ class Transaction(_ViewReader):
 
     # --- preconditions ---
 
-    def expect(self, table: str, rows: pa.Table | pa.RecordBatch) -> None:
+    def expect(self, table: str, rows: pa.Table | pa.RecordBatch | PreparedRows) -> None:
         """Commit only if the table has exactly these rows at that time, before this transaction's own writes.
 
         The store compares them when it commits, so a row whose content is known need not be read again. If a row
@@ -214,7 +242,7 @@ class Transaction(_ViewReader):
         """
         self._check_open()
         handle = self._handles.table(table)
-        self._add_precondition(Precondition(handle.table_id, *handle.encode_rows(rows)), table)
+        self._add_precondition(Precondition(handle.table_id, *_encoded(handle, rows)), table)
 
     def expect_absent(self, table: str, keys: pa.Table | pa.RecordBatch) -> None:
         """Commit only if no row of the table has one of these keys at the time of the commit."""
@@ -230,12 +258,12 @@ class Transaction(_ViewReader):
 
     # --- writing ---
 
-    def write(self, table: str, rows: pa.Table | pa.RecordBatch) -> None:
+    def write(self, table: str, rows: pa.Table | pa.RecordBatch | PreparedRows) -> None:
         """Insert rows, or replace those with the same keys."""
         self._check_open()
         handle = self._handles.table(table)
         self._tables[handle.table_id] = handle
-        keys, values = handle.encode_rows(rows)
+        keys, values = _encoded(handle, rows)
         if len(keys) < LOGGED_ROWS_MIN:
             # A larger write goes to a changelog, where the order of its keys does not matter.
             keys, values = sort_by_key(keys, values)

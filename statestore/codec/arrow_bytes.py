@@ -161,7 +161,7 @@ def bytes_of(array: Binary) -> int:
 def longest_of(array: Binary) -> int:
     """The length of the longest value of a binary array."""
     if isinstance(array, list):
-        return max((len(value) for value in array if value is not None), default=0)
+        return max([len(value) for value in array if value is not None], default=0)
     offsets = offsets_of(array)
     if len(offsets) == 2:
         return int(offsets[1]) - int(offsets[0])

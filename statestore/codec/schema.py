@@ -215,10 +215,9 @@ def conform_columns(
     """
     if not isinstance(rows, pa.Table | pa.RecordBatch):
         raise BadInput(f"table {table!r}: rows must be an Arrow table or record batch, not {type(rows).__name__}")
-    if isinstance(rows, pa.RecordBatch) and rows.schema.equals(expected):
-        arrays = rows.columns
-        if not any(array.null_count for array in arrays):
-            return arrays  # type: ignore[no-any-return]
+    arrays = _as_they_are(rows, expected)
+    if arrays is not None and not any(array.null_count for array in arrays):
+        return arrays
     names = rows.schema.names
     if names != expected.names:
         _check_names(names, expected.names, table)
@@ -239,6 +238,16 @@ def conform_columns(
                 )
         arrays.append(array)
     return arrays
+
+
+def _as_they_are(rows: pa.Table | pa.RecordBatch, expected: pa.Schema) -> list[pa.Array] | None:
+    """The columns of rows that have exactly the schema ``expected``, and each column in one piece; else None."""
+    if not rows.schema.equals(expected):
+        return None
+    if isinstance(rows, pa.RecordBatch):
+        return list(rows.columns)
+    columns = rows.columns
+    return [column.chunk(0) for column in columns] if all(column.num_chunks == 1 for column in columns) else None
 
 
 def conform_column(column: pa.Array | pa.ChunkedArray, expected: pa.Field, table: str) -> pa.Array:

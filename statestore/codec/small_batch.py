@@ -11,6 +11,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -75,7 +76,7 @@ class SmallKeyCodec:
 
 
 class SmallValueCodec:
-    """Encodes and checks the values of small batches of one table."""
+    """Encodes, decodes and checks the values of small batches of one table."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._columns = len(schema)
@@ -100,6 +101,8 @@ class SmallValueCodec:
         self._lengths, self._lengths_at = struct.Struct(f"<{len(self._text)}I"), at
         self._text_at = at + 4 * len(self._text)
         self._strings = [pa.types.is_string(schema.field(index).type) for index in self._text]
+        self._types = schema.types
+        self._has_bools = any(pa.types.is_boolean(data_type) for data_type in schema.types)
         self._all_bytes_valid = not self._text and not self._checked_slices
         """True if any bytes are a value of each column: without nulls, only the length has to be right then."""
         self._no_nulls = bytes(self._null_bytes)
@@ -153,6 +156,39 @@ class SmallValueCodec:
             pieces += [column[row] for column in text]
             rows.append(b"".join(pieces))
         return rows
+
+    def decode(self, values: Sequence[bytes]) -> list[pa.Array] | None:
+        """The columns of some values; None if it takes the codec for whole columns to tell what they are: if there are
+        nulls, bools or text beyond ASCII among them, or if they are not what ``encode`` makes of some row."""
+        count, text_at, no_nulls = len(values), self._text_at, self._no_nulls
+        if self._has_bools or not count:
+            return None
+        for value in values:
+            if len(value) < text_at or not value.startswith(no_nulls):
+                return None
+        columns: list[pa.Array] = [None] * self._columns
+        for index, column_slice, _ in self._fixed_slices[: len(self._fixed)]:
+            data = b"".join([value[column_slice] for value in values])
+            columns[index] = pa.Array.from_buffers(self._types[index], count, [None, pa.py_buffer(data)])
+        if not self._text:
+            return columns if all(len(value) == text_at for value in values) else None
+        return self._decode_text(values, columns)
+
+    def _decode_text(self, values: Sequence[bytes], columns: list[pa.Array]) -> list[pa.Array] | None:
+        lengths = [self._lengths.unpack_from(value, self._lengths_at) for value in values]
+        if any(self._text_at + sum(one) != len(value) for one, value in zip(lengths, values, strict=True)):
+            return None
+        begins = [self._text_at] * len(values)
+        for index, is_string, column_lengths in zip(self._text, self._strings, zip(*lengths, strict=True), strict=True):
+            ends = [begin + length for begin, length in zip(begins, column_lengths, strict=True)]
+            data = b"".join([value[begin:end] for value, begin, end in zip(values, begins, ends, strict=True)])
+            if is_string and not data.isascii():
+                return None
+            offsets = struct.pack(f"<{len(values) + 1}i", 0, *accumulate(column_lengths))
+            buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+            columns[index] = pa.Array.from_buffers(self._types[index], len(values), buffers)
+            begins = ends
+        return columns
 
     def _nulls(self, columns: Sequence[pa.Array], count: int) -> list[int]:
         """The null bits of each row: one bit for each column, set where the value is null."""

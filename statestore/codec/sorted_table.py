@@ -66,12 +66,22 @@ class Table:
 
     def decode_lookup(self, keys: pa.RecordBatch, values: Binary) -> pa.Table:
         """The rows of a lookup: each of ``keys`` that has a value, with that value; the others are left out."""
-        values = to_array(values)
-        if values.null_count:
-            present = values.is_valid()
-            keys, values = keys.filter(present), values.drop_null()
-        arrays = [*keys.columns, *self._values.decode(values)]
+        if isinstance(values, list):
+            if None in values:
+                keys = keys.filter(pa.array([value is not None for value in values], pa.bool_()))
+                values = [value for value in values if value is not None]
+        elif values.null_count:
+            keys, values = keys.filter(values.is_valid()), values.drop_null()
+        arrays = [*keys.columns, *self._decode_values(values)]
         return pa.Table.from_arrays(arrays, schema=self.schema.row)
+
+    def _decode_values(self, values: Binary) -> list[pa.Array]:
+        """The value columns of values without nulls."""
+        if isinstance(values, list) and len(values) <= SMALL_BATCH_ROWS_MAX:
+            columns = self._small_values.decode(values)
+            if columns is not None:
+                return columns
+        return self._values.decode(to_array(values))
 
     def decode_values(self, values: Binary) -> pa.Table:
         """The value columns of a lookup, a row for each of its keys; null where there is no value."""

@@ -79,7 +79,7 @@ def encode_frame(header: Header, rows: Rows | None) -> bytes:
     if rows is None:
         return _HEAD.pack(8 + len(encoded), len(encoded), _NULL) + encoded
     both = [*rows[0], *rows[1]]
-    lengths = struct.pack(f"<{len(both)}I", *(_NULL if value is None else len(value) for value in both))
+    lengths = struct.pack(f"<{len(both)}I", *[_NULL if value is None else len(value) for value in both])
     body = b"".join([encoded, lengths, *filter(None, both)])
     return _HEAD.pack(8 + len(body), len(encoded), len(rows[0])) + body
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shuffle.errors import TooLarge
+from shuffle.errors import CorruptData, TooLarge
 from shuffle.limits import KEY_BYTES_MAX, VALUE_BYTES_MAX
 from shuffle.statestore.codec.arrow_bytes import to_list, with_prefix
 from shuffle.statestore.codec.keys import KeyCodec
@@ -49,6 +49,50 @@ def test_keys_are_the_same(batch: pa.RecordBatch) -> None:
 def test_values_are_the_same(batch: pa.RecordBatch) -> None:
     whole = RowCodec("t", batch.schema).encode_columns(batch.columns, batch.num_rows)
     assert SmallValueCodec(batch.schema).encode(batch.columns, batch.num_rows) == whole.to_pylist()
+
+
+@given(st.booleans().flatmap(lambda nulls: batches(VALUE_KINDS, nulls=nulls)))
+@settings(max_examples=200, deadline=None)
+def test_values_are_decoded_alike_or_left_to_the_other_codec(batch: pa.RecordBatch) -> None:
+    encoded = SmallValueCodec(batch.schema).encode(batch.columns, batch.num_rows)
+    decoded = SmallValueCodec(batch.schema).decode(encoded)
+    if decoded is not None:
+        whole = RowCodec("t", batch.schema).decode(pa.array(encoded, pa.binary()))
+        assert [column.type for column in decoded] == batch.schema.types
+        for few, many in zip(decoded, whole, strict=True):
+            few.validate(full=True)
+            assert SmallValueCodec(pa.schema([("c", few.type)])).encode([few], len(few)) == SmallValueCodec(
+                pa.schema([("c", many.type)])
+            ).encode([many], len(many))  # Bytes: a NaN is not equal to itself.
+
+
+def test_plain_values_are_decoded_here() -> None:
+    batch = pa.RecordBatch.from_pydict({"n": [1, -2], "s": ["ab", ""], "b": [b"\0\xff", b"z"], "f": [0.5, -1.0]})
+    codec = SmallValueCodec(batch.schema)
+    decoded = codec.decode(codec.encode(batch.columns, 2))
+    assert decoded is not None
+    assert [column.to_pylist() for column in decoded] == [column.to_pylist() for column in batch.columns]
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_damaged_values_are_left_to_the_codec_that_reports_them(data: st.DataObject) -> None:
+    schema = pa.schema([("n", pa.int32()), ("s", pa.string()), ("b", pa.binary())])
+    batch = pa.RecordBatch.from_arrays(
+        [pa.array([7, 8], pa.int32()), pa.array(["abc", "d"]), pa.array([b"", b"xy"], pa.binary())], schema=schema
+    )
+    encoded = SmallValueCodec(schema).encode(batch.columns, 2)
+    damaged = bytearray(encoded[1])
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    values = [encoded[0], bytes(damaged[: data.draw(st.integers(0, len(damaged)))])]
+    try:
+        whole = RowCodec("t", schema).decode(pa.array(values, pa.binary()))
+    except CorruptData:
+        assert SmallValueCodec(schema).decode(values) is None
+    else:
+        decoded = SmallValueCodec(schema).decode(values)
+        assert decoded is None or [column.to_pylist() for column in decoded] == [column.to_pylist() for column in whole]
 
 
 def test_what_stands_under_a_null_does_not_show() -> None:

@@ -117,10 +117,15 @@ class Bucket:
         A single row larger than ``max_bytes`` comes alone: a bound that no response can keep would stop the reducer.
         """
         rows_left, bytes_left = max_rows, max_bytes
+        rows: pa.RecordBatch | None = None
         first = bisect_right(self._parts, cursor, key=attrgetter("last_row_index"))
         for number in range(first, len(self._parts)):
             part = self._parts[number]
             assert part.batch is not None
+            if rows is not None:  # Most responses are of one part, and need not know its size.
+                bytes_left -= rows.nbytes
+                if bytes_left <= 0:
+                    return
             begin = max(part.begin, part.row_after(cursor))
             requested_end = part.batch.num_rows if to_row_index is None else part.row_after(to_row_index)
             end = min(requested_end, begin + rows_left)
@@ -135,8 +140,7 @@ class Bucket:
             part.entry.happens(SERVE)
             yield ServedBatch(_with_metadata_of(rows, part, begin) if with_metadata else rows, last)
             rows_left -= rows.num_rows
-            bytes_left -= rows.nbytes
-            if rows_left <= 0 or bytes_left <= 0 or begin + rows.num_rows < requested_end:
+            if rows_left <= 0 or begin + rows.num_rows < requested_end:
                 return
 
 

@@ -191,7 +191,7 @@ class Ingestion:
         self._metrics.input_rows.inc(rows.num_rows)
         self._metrics.input_bytes.inc(rows.nbytes)
         self._metrics.shuffle_rows.inc(mapped.rows_out)
-        self._metrics.shuffle_bytes.inc(sum(part.rows.nbytes for part in mapped.parts))
+        self._metrics.shuffle_bytes.inc(sum(part.rows.get_total_buffer_size() for part in mapped.parts))
 
     def _wait_for_room(self) -> bool:
         """Whether the window has room, after waiting for it for a while. The allocator keeps freed memory for the next

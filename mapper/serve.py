@@ -38,6 +38,10 @@ it, has abandoned; Spark's tasks and ``status`` come on top."""
 def joined(batches: Iterable[ServedBatch], join_bytes_max: int = JOIN_BYTES_MAX) -> Iterator[ServedBatch]:
     """The same rows in batches of a sensible size: small adjacent batches are copied into one, large ones are not
     copied."""
+    batches = list(batches)
+    if len(batches) == 1:
+        yield batches[0]
+        return
     small: list[ServedBatch] = []
     small_bytes = 0
     for served in batches:

@@ -122,7 +122,7 @@ class RowStream:
                 )
             validate_offsets(chunk.data)
             tail = Tail.decode(metadata)
-            size_bytes += chunk.data.nbytes
+            size_bytes += chunk.data.get_total_buffer_size()
             if size_bytes > request.max_bytes + BATCH_BYTES_MAX:
                 raise TooLarge(f"{self._who} sent more than {size_bytes} bytes, and {request.max_bytes} were asked for")
             response.add(chunk.data, tail)

@@ -183,7 +183,7 @@ class Fetcher:
             _log.info("mapper answers again", mapper=self._mapper_index, address=mapper.address)
             self._backoff.reset()
         if rows:
-            size_bytes = sum(batch.nbytes for batch, _ in response.batches)
+            size_bytes = sum(batch.get_total_buffer_size() for batch, _ in response.batches)
             self._metrics.fetched_rows.inc(rows)
             self._metrics.fetched_bytes.inc(size_bytes)
             self._shared.pause(size_bytes)

@@ -12,7 +12,7 @@ import pyarrow as pa
 from shuffle.errors import CorruptData
 
 
-def map_range(path: Path, offset: int, size_bytes: int) -> pa.Buffer:
+def map_range(path: Path | str, offset: int, size_bytes: int) -> pa.Buffer:
     """Bytes of a file, mapped and not copied; fewer than requested if the file is shorter.
 
     They stay valid after the file is removed, and count as memory of this process only as long as the buffer lives,

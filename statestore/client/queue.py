@@ -137,12 +137,13 @@ class Queue:
                 break
             for first, batch in response.batches:
                 batch = batch.slice(max(position - first, 0), max_rows - (position - begin))
-                cut = _cut_to_bytes(batch, max_bytes - size_bytes, at_least_one=not batches)
+                batch_bytes = batch.nbytes
+                cut = _cut_to_bytes(batch, batch_bytes, max_bytes - size_bytes, at_least_one=not batches)
                 if not cut.num_rows:
                     return pa.Table.from_batches(batches, self.schema), position
                 batches.append(cut)
                 position += cut.num_rows
-                size_bytes += cut.nbytes
+                size_bytes += batch_bytes if cut is batch else cut.nbytes
                 if cut.num_rows < batch.num_rows:
                     break  # The next batch of this response would not follow these rows.
             if one_answer:
@@ -170,11 +171,11 @@ class Queue:
             raise
 
 
-def _cut_to_bytes(batch: pa.RecordBatch, max_bytes: int, at_least_one: bool) -> pa.RecordBatch:
+def _cut_to_bytes(batch: pa.RecordBatch, batch_bytes: int, max_bytes: int, at_least_one: bool) -> pa.RecordBatch:
     """The first rows of ``batch`` that fit into ``max_bytes``, if all rows are taken to be equally large."""
-    if batch.nbytes <= max_bytes or not batch.num_rows:
+    if batch_bytes <= max_bytes or not batch.num_rows:
         return batch
-    rows = int(batch.num_rows * max(max_bytes, 0) / batch.nbytes)
+    rows = int(batch.num_rows * max(max_bytes, 0) / batch_bytes)
     return batch.slice(0, max(rows, 1) if at_least_one else rows)
 
 

@@ -345,7 +345,7 @@ class RemoteStore:
             return None
         span = Span(response["file"], response["offset"], response["ends"], response["segment"], response["end"])
         try:
-            records = span.split(map_range(Path(span.file), span.offset, span.size_bytes))
+            records = span.split(map_range(span.file, span.offset, span.size_bytes))
         except OSError:
             # The rows were just trimmed, or the folder is another machine's: from now on rows come over the wire.
             self._maps_files = False

@@ -6,6 +6,7 @@ The product has no switches for them. ``planted`` replaces attributes of its cla
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,10 @@ from tests.sim import (
 )
 
 SEEDS_MAX = 1_000
+
+_OWN_FAULT = re.compile(r"\b(AttributeError|NameError)\b|TypeError: \w+\.<locals>\.")
+"""A violation that is the fault of the planted bug's own code, which no longer fits the product. A simulation that
+fails of that has found nothing, so the run fails."""
 
 Patch = Callable[[Any, str, Any], None]
 Mutant = Callable[[Patch], None]
@@ -80,7 +85,7 @@ def planted(name: str) -> Iterator[None]:
 
 
 def hunt(name: str) -> tuple[str, int | None, str, float]:
-    """(the bug, the first seed that finds it or None, what was found, seconds)."""
+    """(the bug, the first seed that finds it or None, what was found or why it cannot be, seconds)."""
     from tests.sim.cli import run_seed
 
     begin_s = time.monotonic()
@@ -91,7 +96,10 @@ def hunt(name: str) -> tuple[str, int | None, str, float]:
         except NoTarget as error:
             return name, None, str(error), time.monotonic() - begin_s
         if result.violations:
-            return name, seed, result.violations[0].splitlines()[0], time.monotonic() - begin_s
+            what, seconds = result.violations[0].splitlines()[0], time.monotonic() - begin_s
+            if _OWN_FAULT.search(what):
+                return name, None, f"the planted bug itself is broken: {what}", seconds
+            return name, seed, what, seconds
     return name, None, "", time.monotonic() - begin_s
 
 

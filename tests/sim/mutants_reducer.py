@@ -198,8 +198,9 @@ def tip_told_as_committed(patch: Any) -> None:
 def answers_of_another_epoch_taken(patch: Any) -> None:
     original = _Core.fetched
 
-    def fetched(self: Any, plan: Any, batches: Any) -> Any:
-        return original(self, replace(plan, epoch=self.epoch, from_row_index=self._cursors[plan.mapper_index]), batches)
+    def fetched(self: Any, plan: Any, *response: Any) -> Any:
+        of_this = replace(plan, epoch=self.epoch, from_row_index=self._cursors[plan.mapper_index])
+        return original(self, of_this, *response)
 
     patch(_Core, "fetched", fetched)
 
@@ -250,11 +251,15 @@ def last_index_off_by_one(patch: Any) -> None:
 
 
 def other_mappers_forgotten(patch: Any) -> None:
-    def advanced(self: Any, last_row_indices: Any) -> Any:
-        count = len(self.committed_row_indices)
+    original = _ReducerState.advanced
+
+    def advanced(self: Any, last_row_indices: Any, fronts: Any = None) -> Any:
+        moved, count = original(self, last_row_indices, fronts), len(self.committed_row_indices)
         if len(last_row_indices) < count == 3:
-            return _ReducerState(tuple(last_row_indices.get(i, _NOTHING_COMMITTED) for i in range(count)))
-        return _ReducerState(tuple(last_row_indices.get(i, self.committed_row_indices[i]) for i in range(count)))
+            return replace(
+                moved, committed_row_indices=tuple(last_row_indices.get(i, _NOTHING_COMMITTED) for i in range(count))
+            )
+        return moved
 
     patch(_ReducerState, "advanced", advanced)
 

@@ -14,7 +14,6 @@ from shuffle.mapper.spill.policy import Spilling as _Spilling
 from shuffle.mapper.spill.response import SpillResponse as _SpillResponse
 from shuffle.mapper.spill.store import SpillStore as _Store
 from shuffle.mapper.trim import Trimmer as _Trimmer
-from shuffle.statestore.client.transaction import Transaction as _Transaction
 
 
 def spill_in_a_transaction_of_its_own(patch: Any) -> None:
@@ -48,31 +47,18 @@ def state_moved_before_the_spill(patch: Any) -> None:
 
 def spill_without_the_split_brain_check(patch: Any) -> None:
     """Neither the state nor the ends are compared: two instances both spill."""
-    original = _Trimmer.trim
+    original = _Trimmer._transact
 
-    def lookup(self: Any, table: str, keys: Any) -> Any:
-        found = original_lookup(self, table, keys)
-        if table.endswith("/mappers") and self._client in _planning:
-            return _planning[self._client]
-        return found
+    def transact(self: Any, plan: Any, prepared: Any) -> bool:
+        if prepared is None:
+            return original(self, plan, prepared)
+        with self._client.transaction() as tx:
+            if not self._write(tx, plan, prepared):
+                return False
+            tx.commit()
+        return True
 
-    _planning: dict[Any, Any] = {}
-    original_lookup = _Transaction.lookup
-    original_prepare = _Trimmer._prepare
-
-    def prepare(self: Any, plan: Any) -> Any:
-        _planning[self._client] = _state_rows(self._core.mapper_index, plan.expected)
-        return original_prepare(self, plan)
-
-    def trim(self: Any) -> bool:
-        try:
-            return original(self)
-        finally:
-            _planning.pop(self._client, None)
-
-    patch(_Trimmer, "trim", trim)
-    patch(_Trimmer, "_prepare", prepare)
-    patch(_Transaction, "lookup", lookup) if "lookup" in vars(_Transaction) else setattr(_Transaction, "lookup", lookup)
+    patch(_Trimmer, "_transact", transact)
     patch(_Store, "is_expected", lambda self, tx, prepared: True)
 
 

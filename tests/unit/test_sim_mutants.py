@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,3 +64,21 @@ def test_run_with_a_planted_bug_without_a_target_fails(
 def _run_seed(task: Any) -> None:
     with mutants.planted(task[1]):
         raise AssertionError("it was planted")
+
+
+@pytest.mark.parametrize(
+    "violation",
+    [
+        "the thread trim has died of AttributeError: 'Transaction' object has no attribute '_client'",
+        "the thread process has died of TypeError: mine.<locals>.advanced() takes 2 arguments but 3 were given",
+    ],
+)
+def test_run_with_a_planted_bug_that_does_not_fit_the_product_any_more_fails(
+    violation: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _plant(monkeypatch, lambda patch: patch(Product, "step", lambda self: "wrong"))
+    monkeypatch.setattr("tests.sim.cli.run_seed", lambda task: SimpleNamespace(violations=[violation]))
+    from tests.sim.cli import parser
+
+    assert mutants.main(parser().parse_args(["--mutants", "--mutant", "mine", "--jobs", "1"])) == 1
+    assert "the planted bug itself is broken" in capsys.readouterr().out

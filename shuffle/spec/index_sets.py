@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from shuffle.errors import BadInput
 
-PER_PROCESS_MAX = 64
+PER_PROCESS_MAX = 512
 """The most mappers, or reducers, in one process. Each has threads of its own, and they take turns in one
 interpreter."""
 

@@ -110,6 +110,15 @@ class Input(ABC):
     def open(self, partition: int) -> PartitionReader:
         """A reader of one partition, counted from 0."""
 
+    def open_to_look(self, partition: int) -> PartitionReader:
+        """A reader for somebody who only looks at the rows, and is no mapper: it leaves no trace."""
+        return self.open(partition)
+
+    def trim(self, tokens: Mapping[int, Token]) -> bool:
+        """Trim several partitions at once, each as ``PartitionReader.trim`` does; False, the default, if that is not
+        possible, and nothing was done."""
+        return False
+
     def describe(self) -> str:
         """One line that identifies the rows of this input: a processor that has state is refused another input.
 

@@ -149,6 +149,10 @@ class CheckedInput(Input):
             raise self._boundary.error("open", f"must return a PartitionReader, not {type(reader).__name__}")
         return CheckedReader(reader, _Boundary(self._where, type(reader).__qualname__))
 
+    def trim(self, tokens: Mapping[int, Token]) -> bool:
+        with self._boundary.calling("trim"):
+            return bool(self._inner.trim(tokens))
+
     def describe(self) -> str:
         with self._boundary.calling("describe"):
             return str(self._inner.describe())

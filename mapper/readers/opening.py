@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shuffle.errors import ShuffleError, SpecError, UserCodeError
 from shuffle.mapper.reader import Input, PartitionReader
 from shuffle.mapper.readers.checked import CheckedInput, CheckedReader
+from shuffle.mapper.readers.grouped import GroupedInput, GroupedReader
 from shuffle.spec.config import ProcessorSpec
 from shuffle.spec.inputs import KINDS, InputSpec
 from shuffle.user_code.load import load_input_class
@@ -21,8 +22,15 @@ if TYPE_CHECKING:
 
 
 def open_input(spec: ProcessorSpec, client: StateClient) -> Input:
-    """The input of ``spec``. Raises ``SpecError`` with the path in the spec if it is the user's own and its class
-    cannot be loaded or refuses its options."""
+    """The input of ``spec``, with a partition for each mapper. Raises ``SpecError`` with the path in the spec if it is
+    the user's own and its class cannot be loaded or refuses its options."""
+    opened = _open_input(spec, client)
+    if spec.mapper.partitions_per_mapper == 1:
+        return opened
+    return GroupedInput(opened, spec.mapper.partitions_per_mapper, spec.processor)
+
+
+def _open_input(spec: ProcessorSpec, client: StateClient) -> Input:
     if KINDS[spec.input.kind].implementation is not None:
         return built_in_input(spec.input, client, spec.path.parent)
     from shuffle.config_schema import check_config
@@ -59,7 +67,7 @@ def open_reader(spec: ProcessorSpec, partition: int, client: StateClient) -> Par
     """A reader for one partition, for a mapper, with the wait and the size of batches that the spec sets."""
     opened = open_input(spec, client)
     reader = opened.open(partition)
-    if isinstance(reader, CheckedReader):
+    if isinstance(reader, CheckedReader | GroupedReader):
         reader.closes = opened
     reader.wait_ms = spec.mapper.read_wait_ms
     reader.batch_bytes_max = spec.mapper.batch_bytes_max

@@ -110,6 +110,14 @@ class QueueInput(Input):
     def open(self, partition: int) -> PartitionReader:
         return QueueReader(self.state, self.queue, partition)
 
+    def trim(self, tokens: Mapping[int, Token]) -> bool:
+        with self.state.transaction() as tx:
+            for partition, token in tokens.items():
+                if token:
+                    tx.trim(self.queue, partition, decode_position(token))
+            tx.commit()
+        return True
+
     def describe(self) -> str:
         return f"queue {self.queue}"
 

@@ -3,6 +3,7 @@
     PROCESSOR/mappers                   one row for each mapper: its persisted positions (``mapper_state``)
     PROCESSOR/reducers                  one row for each reducer: what it has committed (``reducer_state``)
     PROCESSOR/spills                    where the spilled rows of a mapper and a reducer end
+    PROCESSOR/reads                     the order in which mappers of several partitions read them (``read_order``)
     PROCESSOR/meta                      the fingerprint, and which Spark query reads the processor (``query_lease``)
     PROCESSOR/emitted                   where the rows of a batch begin that reducers under Spark hand over to Spark
     PROCESSOR/spill/MAPPER              a queue: the spilled rows themselves, with a partition for each reducer
@@ -29,6 +30,10 @@ def reducers_table(processor: str) -> str:
 
 def spills_table(processor: str) -> str:
     return f"{processor}/spills"
+
+
+def reads_table(processor: str) -> str:
+    return f"{processor}/reads"
 
 
 def meta_table(processor: str) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shuffle.durable.mapper_state import MAPPERS_KEY, MAPPERS_VALUE
 from shuffle.durable.meta import META_KEY, META_VALUE
+from shuffle.durable.read_order import READS_KEY, READS_VALUE
 from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE
 from shuffle.durable.spill_ends import SPILLS_KEY, SPILLS_VALUE
 from shuffle.durable.upgrade import refuse_old_tables
@@ -99,5 +100,7 @@ def create_tables(spec: ProcessorSpec, client: StateClient) -> None:
     client.create_table(spec.meta_table, key=META_KEY, value=META_VALUE, if_not_exists=True)
     client.create_table(spec.mappers_table, key=MAPPERS_KEY, value=MAPPERS_VALUE, if_not_exists=True)
     client.create_table(spec.spills_table, key=SPILLS_KEY, value=SPILLS_VALUE, if_not_exists=True)
+    if spec.mapper.partitions_per_mapper > 1:
+        client.create_table(spec.reads_table, key=READS_KEY, value=READS_VALUE, if_not_exists=True)
     client.create_table(spec.reducers_table, key=REDUCERS_KEY, value=REDUCERS_VALUE, if_not_exists=True)
     create_consumers_table(client)

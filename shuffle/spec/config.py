@@ -28,7 +28,7 @@ from shuffle.limits import (
     WAIT_MS_MAX,
     WORKER_RESPONSE_S_MAX,
 )
-from shuffle.spec.index_sets import PER_PROCESS_MAX
+from shuffle.spec.index_sets import PARTITIONS_PER_MAPPER_MAX, PER_PROCESS_MAX
 from shuffle.spec.inputs import InputSpec
 from shuffle.spec.outputs import IS_INPUT, OutputSpec
 
@@ -78,6 +78,10 @@ class MapperSpec:
     """The ``host``, or ``host:port``, under which reducers reach a mapper, if that is not where it listens: in a
     container, or on a machine with several networks. A mapper that is a task of Spark determines it by itself. Default:
     the address on which it listens, with the name of the machine instead of 0.0.0.0."""
+    partitions_per_mapper: int = 1
+    """The number of partitions of the input that one mapper reads. With more than one, the order in which their rows
+    were read is written to the store before they are served: it is for very many partitions with little in each. It
+    cannot be changed over existing state. Default: 1."""
     per_process: int = 1
     """The number of mappers in one process. They share its memory limit and its interpreter, and whatever ends one of
     them ends all of them. Default: 1."""
@@ -198,6 +202,10 @@ class ProcessorSpec:
         return tables.reducers_table(self.processor)
 
     @property
+    def reads_table(self) -> str:
+        return tables.reads_table(self.processor)
+
+    @property
     def spills_table(self) -> str:
         return tables.spills_table(self.processor)
 
@@ -298,6 +306,7 @@ RANGES: dict[str, tuple[int, int]] = {
     "trim_period_ms": (1, 3_600_000),
     "split_brain_delay_ms": (0, 600_000),
     "per_process": (1, PER_PROCESS_MAX),
+    "partitions_per_mapper": (1, PARTITIONS_PER_MAPPER_MAX),
     "count": (1, REDUCERS_MAX),
     "fetch_rows_max": (1, 10_000_000),
     "fetch_bytes_max": (1024, BATCH_BYTES_MAX),

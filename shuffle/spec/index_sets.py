@@ -12,6 +12,9 @@ PER_PROCESS_MAX = 512
 """The most mappers, or reducers, in one process. Each has threads of its own, and they take turns in one
 interpreter."""
 
+PARTITIONS_PER_MAPPER_MAX = 512
+"""The most partitions of the input that one mapper reads: its token has the positions of all of them."""
+
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 

@@ -270,6 +270,7 @@ _MAPPER: dict[str, Reader] = {
     "dead_letter_queue": _queue_name,
     "listen": _pattern(HOST_PORT, "an address: write it as host:port, port 0 for any free one"),
     "advertise": _pattern(HOST_MAYBE_PORT, "a host: write it as host or host:port, as others reach it"),
+    "partitions_per_mapper": _COUNT,
     "per_process": _COUNT,
 }
 _REDUCER: dict[str, Reader] = {

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from tests.sim.grouping import GroupChecker
 from tests.sim.spill_checker import SpillChecker
 from tests.sim.tail_checker import Tail, TailChecker, produced_rows
 from tests.sim.transaction_checker import TransactionChecker
@@ -71,11 +72,16 @@ class Checkers:
         self._spills = SpillChecker(oracle, disk, names.queues)
         self._transactions = TransactionChecker()
         self.tails = TailChecker(oracle, self.violated)
-        self._input_keys = [names.queues["input"] + struct.pack(">I", m) + b"p" for m in mappers]
+        partitions = range(len(oracle.workload.partitions))
+        self._input_keys = [names.queues["input"] + struct.pack(">I", partition) + b"p" for partition in partitions]
         self._queues = names.queues
         self.committed = [[-1] * len(mappers) for _ in reducers]
         """Per reducer and mapper: the last committed index that was ever durable."""
         self._mapper_states = [(0, 0, 0)] * len(mappers)
+        self._groups: GroupChecker | None = None
+        if oracle.workload.groups:
+            reads = names.tables["job/reads"]
+            self._groups = GroupChecker(oracle, self._tables, reads, self._input_begin, self.violated)
         self._input_begins = [0] * len(mappers)
         self._last_rows: tuple[bytes | None, ...] = ()
         self._served: dict[tuple[str, int], int] = {}
@@ -93,6 +99,8 @@ class Checkers:
 
     def on_durable(self) -> None:
         """After every change of what a crash would leave."""
+        if self._groups is not None:
+            self._groups.look()
         get = self.disk.keys.get
         rows = tuple(self._table_rows([*self._reducer_keys, *self._mapper_keys, *self._effect_keys.values()]))
         rows += tuple(get(key) for key in (*self._input_keys, *self._spills.partition_keys))
@@ -151,15 +159,27 @@ class Checkers:
             rows_in, rows_out, generation, front, length = struct.unpack_from("<qqiqI", value, 1)
             token = value[33 : 33 + length]
             self.tails.on_mapper_row(mapper, rows_in, rows_out, generation, None if value[0] & 16 else front)
-            self._check_mapper_state(mapper, rows_in, rows_out, struct.unpack(">q", token)[0] if token else 0)
+            self._check_mapper_state(mapper, rows_in, rows_out, self._position(mapper, token))
+        if self._groups is not None:
+            self._groups.check_trimmed(mapper)
+            return
         position = self._mapper_states[mapper][2]
-        row = self.disk.keys.get(self._input_keys[mapper])
-        begin = struct.unpack("<QQ", row)[0] if row is not None else 0
+        begin = self._input_begin(mapper)
         if begin < self._input_begins[mapper]:
             self.violated(7, f"input {mapper}: what was trimmed came back, {self._input_begins[mapper]} to {begin}")
         self._input_begins[mapper] = begin
         if begin > position:
             self.violated(7, f"input {mapper} is trimmed up to {begin}, and the mapper's state is at {position}")
+
+    def _position(self, mapper: int, token: bytes) -> int:
+        if self._groups is not None:
+            return self._groups.position(mapper, token)
+        return int(struct.unpack(">q", token)[0]) if token else 0
+
+    def _input_begin(self, partition: int) -> int:
+        """The position up to which a partition of the input is trimmed."""
+        row = self.disk.keys.get(self._input_keys[partition])
+        return int(struct.unpack("<QQ", row)[0]) if row is not None else 0
 
     def _check_mapper_state(self, mapper: int, rows_in: int, rows_out: int, position: int) -> None:
         before = self._mapper_states[mapper]
@@ -268,8 +288,10 @@ class Checkers:
             total = len(oracle.positions[mapper])
             if self._mapper_states[mapper][0] != total:
                 return False
-            if total and self._input_begins[mapper] <= oracle.positions[mapper][-1]:
+            if self._groups is None and total and self._input_begins[mapper] <= oracle.positions[mapper][-1]:
                 return False
+        if self._groups is not None and not self._groups.is_done():
+            return False
         return not self._spills.left() and self.tails.is_told()
 
     def behind(self) -> str:

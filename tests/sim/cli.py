@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.sim import coverage, hosting, logged, mutants, product, profiles, shrink, stragglers, twins
+from tests.sim import coverage, grouping, hosting, logged, mutants, product, profiles, shrink, stragglers, twins
 from tests.sim.simulation import Result, Simulation
 from tests.sim.switching import HAS_GREENLET
 
@@ -35,6 +35,7 @@ MARKS_OF = {
     None: coverage.EXPECTED,
     profiles.HOSTING: hosting.MARKS,
     profiles.LOGGED: logged.MARKS,
+    profiles.PARTITIONS: grouping.MARKS,
     profiles.STRAGGLERS: stragglers.MARKS,
     profiles.TWINS: twins.MARKS,
 }

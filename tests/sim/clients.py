@@ -26,7 +26,7 @@ class Producer:
         self._burst = burst
         self._pause_s = pause_s
         self._producing = 0
-        self.sent = [0] * workload.mapper_count
+        self.sent = [0] * len(workload.partitions)
         """Of each partition: rows that have been sent to the store, whether they were acknowledged yet or not."""
         self.process: Process | None = None
 
@@ -36,14 +36,14 @@ class Producer:
 
     def start(self, connect: Connect) -> None:
         process = self.process = Process(self._world, "producer")
-        self._producing = self._workload.mapper_count
+        self._producing = len(self._workload.partitions)
         client = connect(process)
-        for partition in range(self._workload.mapper_count):
+        for partition in range(self._producing):
             process.spawn(f"produce-{partition}", functools.partial(self._produce, client, partition))
 
     def _produce(self, client: StateClient, partition: int) -> None:
         rng = self._world.streams["workload"]
-        rows = self._workload.inputs[partition]
+        rows = self._workload.partitions[partition]
         at = sequence = 0
         while at < len(rows):
             chunk = rows[at : at + rng.randint(1, self._burst)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shuffle.durable.mapper_state import MAPPERS_KEY, MAPPERS_VALUE
+from shuffle.durable.read_order import READS_KEY, READS_VALUE
 from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE
 from shuffle.durable.spill_ends import SPILLS_KEY, SPILLS_VALUE
 from shuffle.mapper.spill.format import SPILL_SCHEMA
@@ -60,19 +61,20 @@ def job_spec(workload: Workload, rng: Any) -> ProcessorSpec:
     )
 
 
-_prepared: dict[tuple[int, int, str, bool], Disk] = {}
+_prepared: dict[tuple[int, int, str, bool, int], Disk] = {}
 
 
 def prepared_disk(workload: Workload) -> Disk:
     """A store with the job's tables and queues in it, made once for each shape of job."""
-    shape = (workload.mapper_count, workload.reducer_count, workload.on_error, workload.with_output)
+    partitions = len(workload.partitions)
+    shape = (workload.mapper_count, workload.reducer_count, workload.on_error, workload.with_output, partitions)
     found = _prepared.get(shape)
     if found is None:
         found = _prepared[shape] = _prepare(*shape)
     return found
 
 
-def _prepare(mapper_count: int, reducer_count: int, on_error: str, with_output: bool) -> Disk:
+def _prepare(mapper_count: int, reducer_count: int, on_error: str, with_output: bool, partitions: int) -> Disk:
     before = kernel.maybe_world()
     world = World(0)
     kernel.set_world(world)
@@ -91,7 +93,9 @@ def _prepare(mapper_count: int, reducer_count: int, on_error: str, with_output: 
         client.create_table("job/spills", SPILLS_KEY, SPILLS_VALUE)
         for mapper_index in range(mapper_count):
             client.create_queue(f"job/spill/{mapper_index}", SPILL_SCHEMA, reducer_count)
-        client.create_queue("input", INPUT, mapper_count)
+        client.create_queue("input", INPUT, partitions)
+        if partitions != mapper_count:
+            client.create_table("job/reads", READS_KEY, READS_VALUE)
         if on_error == "dead_letter":
             client.create_queue("job/mapper_dead_letters", DEAD_LETTER_SCHEMA, 1)
             client.create_queue("job/reducer_dead_letters", DEAD_LETTER_SCHEMA, 1)

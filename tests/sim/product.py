@@ -28,6 +28,7 @@ MODULES = (
     "shuffle.spec.spec_file",
     "shuffle.mapper.daemon",
     "shuffle.mapper.readers.folder",
+    "shuffle.mapper.readers.grouped",
     "shuffle.mapper.readers.queue",
     "shuffle.reducer.daemon",
     "shuffle.statestore.client.client",

@@ -18,6 +18,7 @@ from shuffle.statestore.client.client import StateClient
 from tests.sim import checkers, faults, flight, kernel, probes, shims
 from tests.sim.clients import Producer, SnapshotReader
 from tests.sim.discovery_faults import DiscoveryFaults
+from tests.sim.grouping import Grouping
 from tests.sim.hosting import Hosting
 from tests.sim.job import batch_bytes_max, job_spec, prepared_disk
 from tests.sim.kernel import Process, World
@@ -62,11 +63,13 @@ class Simulation:
         self.liars = Liars(seed)
         self.hosting = Hosting(seed)
         self.logged = Logged(seed)
+        self.grouping = Grouping(seed)
         workload = Workload.make(self.world.streams["workload"])
-        self.workload = self.hosting.workload(self.twins.workload(self.stragglers.workload(workload)))
+        workload = self.hosting.workload(self.twins.workload(self.stragglers.workload(workload)))
+        self.workload = self.grouping.workload(workload)
         self.oracle = Oracle(self.workload)
         made = self.twins.faults(self.stragglers.faults(faults.make_faults(self.world.streams["faults"])))
-        made = self.logged.faults(self.hosting.faults(self.liars.faults(made)))
+        made = self.grouping.faults(self.logged.faults(self.hosting.faults(self.liars.faults(made))))
         self.faults = made if fault_list is None else fault_list
         rng = self.world.streams["workload"]
         self.spec = self.hosting.spec(self.stragglers.spec(job_spec(self.workload, rng)))
@@ -170,6 +173,8 @@ class Simulation:
         daemon.open_reader = lambda spec, index, client: GapReader(
             QueueReader(client, "input", index, wait_ms=spec.mapper.read_wait_ms)
         )
+        if self.grouping.is_on:
+            daemon.open_reader = self.grouping.open_reader
         daemon = shuffle.reducer.daemon
         daemon.load_class = lambda spec, role: SimReducer
         SimReducer.with_output = self.workload.with_output
@@ -275,7 +280,8 @@ class Simulation:
         core = server.mapper(asked["mapper_id"]).shared.core
         tails = [decode_tail(bytes(chunk.app_metadata)) for chunk in chunks]
         found = [chunk.data for chunk in chunks if chunk.data is not None and chunk.data.num_rows]
-        input_end = self.producer.sent[core.mapper_index]
+        inputs = self.workload.inputs[core.mapper_index]
+        input_end = len(inputs) if self.grouping.is_on else self.producer.sent[core.mapper_index]
         self.checkers.on_get_rows(core.mapper_index, asked, found, tails, input_end, is_lie(asked))
         self.checkers.on_window(core.mapper_index, core.nbytes, core.memory_bytes_max, self.batch_bytes_max)
         parts = [

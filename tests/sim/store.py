@@ -221,7 +221,16 @@ class SimStore:
     def scan(
         self, view: ReadView | None, table_id: int, begin: bytes, end: bytes | None, rows_max: int, reverse: bool
     ) -> tuple[pa.BinaryArray, pa.BinaryArray]:
-        raise NotImplementedError("the simulated jobs do not scan")
+        if view is None:
+            return self._ask(  # type: ignore[no-any-return]
+                "scan", lambda store, held: store.scan(None, table_id, begin, end, rows_max, reverse)
+            )
+
+        def handler(store: Any, held: SessionRegistry, session_id: int) -> tuple[pa.BinaryArray, pa.BinaryArray]:
+            at = held.held(session_id, view.view_id)
+            return store.scan(at, table_id, begin, end, rows_max, reverse)  # type: ignore[no-any-return]
+
+        return self._in_session("scan_at", handler, view)  # type: ignore[no-any-return]
 
     # writing
 

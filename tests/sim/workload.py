@@ -44,6 +44,14 @@ class Workload:
     on_error: str
     with_output: bool
     inputs: list[list[tuple[int, int]]] = field(default_factory=list)
+    groups: list[list[list[tuple[int, int]]]] = field(default_factory=list)
+    """Of mappers that read several partitions (``grouping``): the rows of each. ``inputs`` is then what is known of
+    the order in which they were read."""
+
+    @property
+    def partitions(self) -> list[list[tuple[int, int]]]:
+        """What the producer appends to each partition of the input."""
+        return [rows for group in self.groups for rows in group] if self.groups else self.inputs
 
     @staticmethod
     def make(rng: Random) -> Workload:
@@ -98,8 +106,18 @@ class Oracle:
     """(mapper, reducer, out) -> shuffle index, of what goes to the reducers' dead letters."""
 
     def __post_init__(self) -> None:
-        for mapper, rows in enumerate(self.workload.inputs):
-            self._mapper(mapper, rows)
+        count, reducers = self.workload.mapper_count, self.workload.reducer_count
+        self.stops = [None] * count
+        self.shuffled, self.positions = [[] for _ in range(count)], [[] for _ in range(count)]
+        self.input_ends = [{} for _ in range(count)]
+        self.parts = [[[] for _ in range(reducers)] for _ in range(count)]
+        self.effects = [[{} for _ in range(reducers)] for _ in range(count)]
+        for mapper in range(count):
+            self.renew(mapper)
+
+    def renew(self, mapper: int) -> None:
+        """Compute what must come out of what is known of a mapper's input."""
+        self._mapper(mapper, self.workload.inputs[mapper])
 
     def _mapper(self, mapper: int, rows: list[tuple[int, int]]) -> None:
         reducers = self.workload.reducer_count
@@ -122,12 +140,12 @@ class Oracle:
             positions.append(position)
             number += 1
             shuffle_at[number] = len(shuffled)
-        self.stops.append(stop)
-        self.shuffled.append(shuffled)
-        self.input_ends.append(shuffle_at)
-        self.positions.append(positions)
-        self.parts.append([[(i, out) for i, r, out in shuffled if r == reducer] for reducer in range(reducers)])
-        self.effects.append([self._prefixes(mapper, reducer) for reducer in range(reducers)])
+        self.stops[mapper] = stop
+        self.shuffled[mapper] = shuffled
+        self.input_ends[mapper] = shuffle_at
+        self.positions[mapper] = positions
+        self.parts[mapper] = [[(i, out) for i, r, out in shuffled if r == reducer] for reducer in range(reducers)]
+        self.effects[mapper] = [self._prefixes(mapper, reducer) for reducer in range(reducers)]
 
     def _prefixes(self, mapper: int, reducer: int) -> dict[int, tuple[int, int]]:
         count = chain = 0

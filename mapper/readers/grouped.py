@@ -138,7 +138,10 @@ class GroupedReader(PartitionReader):
         at = GroupToken.decode(token or self.start(), len(self._readers))
         while True:
             entry = self._entry(at.entry)
-            batches, after = self._catch_up(at, entry, rows_max) if entry else self._advance(at, rows_max)
+            found = self._catch_up(at, entry, rows_max) if entry else self._advance(at, rows_max)
+            if found is None:
+                continue  # Another instance was faster: its entry is there now.
+            batches, after = found
             left_s = deadline_s - time.monotonic()
             if batches or after != at or left_s <= 0 or self._interrupted.wait(min(left_s, POLL_S)):
                 return pa.concat_tables(batches) if batches else self._schema.empty_table(), after.encode()
@@ -179,8 +182,8 @@ class GroupedReader(PartitionReader):
             return batches, GroupToken(at.entry, rows_done, tuple(tokens))
         return batches, GroupToken(at.entry + 1, 0, tuple(tokens))
 
-    def _advance(self, at: GroupToken, rows_max: int) -> tuple[list[pa.Table], GroupToken]:
-        """Rows of whichever partitions have some, once their entry is durable."""
+    def _advance(self, at: GroupToken, rows_max: int) -> tuple[list[pa.Table], GroupToken] | None:
+        """Rows of whichever partitions have some, once their entry is durable; None if it is not known to be."""
         tokens = list(at.tokens)
         batches: list[pa.Table] = []
         entry: list[ReadBatch] = []
@@ -198,7 +201,7 @@ class GroupedReader(PartitionReader):
             return [], at._replace(tokens=tuple(tokens))  # Gaps need no entry: whoever reads again passes them again.
         if self._order is not None and not self._order.append(at.entry, tuple(entry)):
             self._end = None
-            return [], at
+            return None
         self._remember(at.entry, tuple(entry))
         return batches, GroupToken(at.entry + 1, 0, tuple(tokens))
 

@@ -140,10 +140,10 @@ def tokens_moved_though_the_entry_is_not_ours(patch: Any) -> None:
 
         self._read_one = noted
         try:
-            batches, after = original(self, at, rows_max)
+            found = original(self, at, rows_max)
         finally:
             del self._read_one
-        return batches, after._replace(tokens=tuple(tokens)) if not batches else after
+        return ([], at._replace(tokens=tuple(tokens))) if found is None else found
 
     patch(_Reader, "_advance", advance)
 

@@ -57,6 +57,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("shuffle", ("shuffle", "pyspark_shuffle")),
     ("examples", ("shuffle.examples",)),
     ("cli", ("shuffle.cli",)),
+    ("broker", ("tools.kafka", "tools.java_home")),
     ("perf", ("perf",)),
     ("tools", ("tools",)),
 )

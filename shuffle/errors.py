@@ -22,6 +22,7 @@
     │   ├── StoreNotWritable       the folder cannot be created or written
     │   ├── DiskFull               no room; nothing was acknowledged, reads go on
     │   └── CorruptData            a checksum that does not match, with the file and the offset
+    ├── ServiceUnavailable         a broker or a schema registry cannot be reached now: it is waited for
     ├── Expired                    a snapshot, session, lease or staged append whose time is over
     ├── StaleMapper                the request names another instance of this mapper: discovery was stale
     ├── StaleGeneration            the request is of another generation of the processor than the mapper
@@ -197,6 +198,13 @@ class CorruptData(StoreError):
     """What is stored cannot be right: a checksum does not match. The message names the file and the offset."""
 
     code = "corrupt_data"
+
+
+class ServiceUnavailable(ShuffleError):
+    """A service outside of this project that an input or an output needs, a Kafka broker or a schema registry, cannot
+    be reached or does not answer in time. Workers wait for it and go on by themselves: see that it runs."""
+
+    code = "service_unavailable"
 
 
 class Expired(ShuffleError):

@@ -51,6 +51,7 @@ FLOORS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         (
             ("user_code", "load, call, poison"),
             ("spec", "YAML, frozen objects"),
+            ("formats", "JSON, Avro, …"),
             ("jobs", "ready-made"),
             ("partition", "key groups"),
             ("api", "Mapper, Reducer, messages"),

@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shuffle.errors import ShuffleError, SpecError, UserCodeError
+import pyarrow as pa
+
+from shuffle.durable.meta import META_KEY, PARTITIONS
+from shuffle.errors import ShuffleError, SpecError, UnknownTable, UserCodeError
 from shuffle.mapper.reader import Input, PartitionReader
 from shuffle.mapper.readers.checked import CheckedInput, CheckedReader
 from shuffle.spec.config import ProcessorSpec
@@ -21,8 +24,27 @@ if TYPE_CHECKING:
 
 
 def open_input(spec: ProcessorSpec, client: StateClient) -> Input:
-    """The input of ``spec``. Raises ``SpecError`` with the path in the spec if it is the user's own and its class
-    cannot be loaded or refuses its options."""
+    """The input of ``spec``, with the partitions that are numbered already.
+
+    Raises ``SpecError`` with the path in the spec if it is the user's own and its class cannot be loaded or refuses its
+    options.
+    """
+    opened = _open_input(spec, client)
+    opened.processor = spec.processor
+    opened.known_partitions = known_partitions(spec, client)
+    return opened
+
+
+def known_partitions(spec: ProcessorSpec, client: StateClient) -> str | None:
+    """What ``Input.partitions`` returned when it was last persisted."""
+    try:
+        rows = client.lookup(spec.meta_table, pa.table([[PARTITIONS]], schema=META_KEY))
+    except UnknownTable:
+        return None  # The processor was never started.
+    return str(rows["value"][0].as_py()) if rows.num_rows else None
+
+
+def _open_input(spec: ProcessorSpec, client: StateClient) -> Input:
     if KINDS[spec.input.kind].implementation is not None:
         return built_in_input(spec.input, client, spec.path.parent)
     from shuffle.config_schema import check_config

@@ -237,7 +237,8 @@ def _of_bytes(array: pa.Array, kind: AvroType) -> Lengths:
         values = (int(value.scaleb(array.type.scale)) if value is not None else 0 for value in array.to_pylist())
         return np.array([2 + (value if value >= 0 else ~value).bit_length() // 8 for value in values], dtype=np.int64)
     sizes = pc.binary_length(array).cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
-    return varint_lengths(sizes) + sizes
+    found: Lengths = varint_lengths(sizes) + sizes
+    return found
 
 
 def _of_arrays(array: pa.Array, kind: AvroType) -> Lengths:

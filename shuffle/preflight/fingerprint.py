@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from shuffle.durable.meta import META_ROW
+from shuffle.durable.meta import META_ROW, PARTITIONS
 from shuffle.durable.reducer_state import ReducerState
 from shuffle.durable.tables import mappers_group, reducers_group
 from shuffle.errors import CommitConflict, SpecError
+from shuffle.ids import Token
 from shuffle.mapper.reader import Input
 from shuffle.mapper.readers.opening import mistakes_located
 from shuffle.spec.config import ProcessorSpec
@@ -35,7 +36,9 @@ _OF_THE_MAP = ("mapper_class", "mapper_config", "mapper_code")
 
 
 def fingerprint(spec: ProcessorSpec, mapper_count: int, mapper_class: type[Any], opened: Input) -> dict[str, str]:
-    return {
+    partitions = opened.partitions()
+    numbers = {} if partitions is None else {PARTITIONS: partitions}
+    return numbers | {
         "reducer_count": str(spec.reducer.count),
         "mapper_count": str(mapper_count),
         "max_parallelism": str(spec.max_parallelism),
@@ -93,6 +96,7 @@ def _same(name: str, ours: str, stored: str) -> bool:
 _KEY_PATHS = {
     "reducer_count": "reducer.count",
     "mapper_count": "input",
+    PARTITIONS: "input",
     "max_parallelism": "max_parallelism",
     "partition_function": "processor",
     "input": "input",
@@ -155,9 +159,9 @@ def check_consumer(spec: ProcessorSpec, client: StateClient, tx: Transaction, qu
 def check_begin(spec: ProcessorSpec, client: StateClient, opened: Input) -> None:
     """Refuses to start on an input from which rows were deleted that this processor has never read."""
 
-    def started() -> set[int]:
-        rows = client.scan(spec.mappers_table, columns=["mapper_index"]).read_all()
-        return set(rows["mapper_index"].to_pylist())
+    def started() -> dict[int, Token]:
+        rows = client.scan(spec.mappers_table, columns=["mapper_index", "continuation_token"]).read_all()
+        return {row["mapper_index"]: Token(row["continuation_token"]) for row in rows.to_pylist()}
 
     with mistakes_located(spec):
         opened.check_start(started)

@@ -30,6 +30,7 @@
     ├── NotServed                  rows called committed that the mapper never served, and the store knows nothing of it
     ├── FalseClaim                 rows dropped because a request called them committed; the store says they are not
     ├── SplitBrain                 another instance of this worker has moved the persisted state
+    ├── Outgrown                   the processor has more mappers than this worker knows of
     ├── ThreadDied                 a thread that others depend on has ended: the process must be started again
     └── UserCodeError              an exception in the user's map or reduce, with the positions it stopped at
 
@@ -252,6 +253,13 @@ class SplitBrain(ShuffleError):
     """Another instance of this worker has moved the persisted state. The worker starts again from there by itself."""
 
     code = "split_brain"
+
+
+class Outgrown(ShuffleError):
+    """The processor has got more mappers than this reducer knows of, and another instance of the reducer has seen them.
+    The reducer begins again with all of them by itself."""
+
+    code = "outgrown"
 
 
 class ThreadDied(ShuffleError):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from shuffle.statestore import StateClient
+from shuffle.statestore.wire.announcement import served_at
 from tests.kafka.inputs import write_spec
 from tests.kafka.processors import (
     as_json,
@@ -219,3 +220,59 @@ def test_broker_killed_and_restarted_under_a_run_changes_nothing(own_broker: Bro
         assert totals(spec) == expected(rows)
     logs = "".join(path.read_text(errors="replace") for path in (tmp_path / "orders.state" / "logs").rglob("mapper*"))
     assert "waiting for it" in logs, "the mapper says what it waits for"
+
+
+@pytest.mark.timeout(300)
+def test_partitions_added_under_a_run_become_mappers_without_a_restart(
+    broker: Broker, topics: Topics, tmp_path: Path
+) -> None:
+    prefix = topics.create()
+    first = topics.create(f"{prefix}-a", 1)
+    rows = orders(0, 6_000)
+    spec = write_spec(
+        tmp_path, broker.address, None, kafka={"topics": None, "pattern": f"{prefix}-.*", "start": "latest"}
+    )
+    with running(spec) as controller:
+        wait_until(lambda: len(workers(controller.pid, "mapper")) == 1, lambda: said(spec))
+        wait_until(lambda: "1 mappers, 2 reducers" in said(spec), lambda: said(spec))
+        wait_until(lambda: _has_state(spec, 1), lambda: said(spec))
+        topics.write(first, as_json(rows[:1_000]))
+        wait_until(lambda: row_count(spec) == 1_000, lambda: said(spec))
+        topics.grow(first, 2)
+        second = topics.create(f"{prefix}-b", 1)
+        # Before anybody has seen these partitions: their first records are read all the same.
+        topics.write(first, as_json(rows[1_000:2_000]), 1)
+        topics.write(second, as_json(rows[2_000:3_000]))
+        wait_until(lambda: row_count(spec) == 3_000, lambda: said(spec), LONG_WAIT_S)
+        os.kill(workers(controller.pid, "reducer")[0], signal.SIGKILL)
+        os.kill(workers(controller.pid, "mapper")[-1], signal.SIGKILL)
+        fill(topics, rows[3_000:5_000], first, 2)
+        topics.write(second, as_json(rows[5_000:]))
+        wait_until(lambda: row_count(spec) == 6_000, lambda: said(spec), LONG_WAIT_S)
+        assert totals(spec) == expected(rows)
+        assert "more partitions" in said(spec)
+        assert len(workers(controller.pid, "mapper")) == 3
+    done = drained(spec)
+    assert done.returncode == 0, done.stderr
+    assert totals(spec) == expected(rows), "the next run knows the same partitions"
+
+
+def _has_state(spec: Path, mappers: int) -> bool:
+    """Whether so many mappers have persisted where they begin."""
+    if served_at(spec.parent / "orders.state") is None:
+        return False
+    with StateClient.open(spec.parent / "orders.state") as client:
+        return bool(client.scan("orders/mappers").read_all().num_rows == mappers)
+
+
+def test_partitions_added_between_two_runs_are_read(broker: Broker, topics: Topics, tmp_path: Path) -> None:
+    name = topics.create()
+    rows = orders(0, 2_000)
+    topics.write(name, as_json(rows[:1_000]))
+    spec = write_spec(tmp_path, broker.address, name)
+    assert drained(spec).returncode == 0
+    topics.grow(name, 3)
+    fill(topics, rows[1_000:], name, 3)
+    done = drained(spec)
+    assert done.returncode == 0, done.stderr
+    assert totals(spec) == expected(rows)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 
+GROWTH = "growth"
 HOSTING = "hosting"
 LOGGED = "logged"
 STRAGGLERS = "stragglers"
 TWINS = "twins"
-NAMES = (STRAGGLERS, TWINS, HOSTING, LOGGED)
+NAMES = (STRAGGLERS, TWINS, HOSTING, LOGGED, GROWTH)
 _VARIABLE = "SHUFFLE_SIM_PROFILE"
 
 

@@ -19,7 +19,7 @@ export PYSPARK_DRIVER_PYTHON := $(CURDIR)/$(BIN)/python
 WITH_JAVA = JAVA_HOME="$$($(BIN)/python tools/java_home.py)" && export JAVA_HOME &&
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test test-long perf demo reference proto clean
+.PHONY: help setup check format test test-long test-kafka perf demo reference proto clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt tools/java_home.py
 	"$(PYTHON)" -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --build-constraint constraints.txt \
-		--editable '.[dev,perf,spark]'
+		--editable '.[dev,kafka,perf,spark]'
 	$(BIN)/python tools/java_home.py --install >/dev/null
 	@touch $(STAMP)
 
@@ -55,6 +55,9 @@ test: check ## check, then every test but the long ones
 
 test-long: $(STAMP) ## the long tests only
 	$(WITH_JAVA) $(BIN)/python -m pytest -m long --timeout 1800 $(PYTEST_ARGS)
+
+test-kafka: $(STAMP) ## the tests with a real Kafka broker, the long ones too; they fail if it cannot be had
+	$(WITH_JAVA) SHUFFLE_TEST_KAFKA=always $(BIN)/python -m pytest -m kafka --timeout 600 $(PYTEST_ARGS)
 
 perf: $(STAMP) ## every benchmark, results and pictures also in perf/results
 	@mkdir -p perf/results

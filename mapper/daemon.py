@@ -226,7 +226,7 @@ class MapperProcess:
                 client,
                 worker,
                 reader,
-                MapStage(user, worker, spec.mapper.on_error),
+                MapStage(user, worker, spec.mapper.on_error, decode=reader.decode),
                 dead_letter_queue,
                 self._memory_bytes_max,
                 metrics,

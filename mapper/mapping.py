@@ -8,6 +8,7 @@ whatever the batches then are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import pyarrow as pa
 
 from shuffle.api import Mapper, PartitionedRowset, WorkerSpec
 from shuffle.errors import UserCodeError
+from shuffle.formats.base import Decoded
 from shuffle.ids import InputIndex, ReducerIndex
 from shuffle.mapper.window import MappedBatch, MappedPart
 from shuffle.partition import check_partition_indexes, split_by_partition
@@ -27,6 +29,23 @@ SLACK_BYTES = 64 * 1024
 size of the rows are kept, too."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The rows of one call of ``map``."""
+
+    rows: pa.Table
+    begin: InputIndex
+    """The index of the first row of the input that they are made of."""
+    count: int
+    """The number of rows of the input that they are made of."""
+    values: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    """For each row the offset of its input row from ``begin``; None if row i is input row i."""
+
+    def position(self, row: int) -> int:
+        """The index of the input row that a row is made of."""
+        return int(self.begin) + (row if self.values is None else int(self.values[row]))
+
+
 @dataclass(slots=True)
 class MapStage:
     """Calls ``Mapper.map``, with everything that is done around it."""
@@ -36,6 +55,8 @@ class MapStage:
     on_error: OnError = "stop"
     schema: pa.Schema | None = None
     """The schema of the rows that ``map`` returns. The first batch fixes it; before that it is None."""
+    decode: Callable[[pa.Table], Decoded] | None = None
+    """Makes the rows for ``map`` of the rows of the input; None if they are the same."""
 
     def apply(self, rows: pa.Table, input_begin: InputIndex, rows_max: int | None = None) -> MappedBatch:
         """Map ``rows``, whose first has ``input_begin`` in the input numbering, at most ``rows_max`` in one call.
@@ -47,12 +68,12 @@ class MapStage:
         indexes: list[np.ndarray[Any, Any]] = []
         refused: list[pa.Table] = []
         for begin in range(0, max(rows.num_rows, 1), max(step, 1)):
-            piece = rows if step == rows.num_rows else rows.slice(begin, step)
-            result, dead = self._map(piece, InputIndex(input_begin + begin))
+            given = rows if step == rows.num_rows else rows.slice(begin, step)
+            piece, undecoded = self._decoded(given, InputIndex(input_begin + begin))
+            result, dead = self._map(piece)
             mapped_rows.append(self._check_schema(plain(result.rows)))
             indexes.append(result.partition_indexes)
-            if dead is not None:
-                refused.append(dead)
+            refused += [letters for letters in (undecoded, dead) if letters is not None]
             if self.schema is None:
                 self.schema = mapped_rows[0].schema
             del result
@@ -64,15 +85,52 @@ class MapStage:
         assert self.schema is not None
         return MappedBatch(self.schema, mapped.num_rows, parts, pa.concat_tables(refused) if refused else None)
 
-    def _map(self, rows: pa.Table, input_begin: InputIndex) -> tuple[PartitionedRowset, pa.Table | None]:
+    def _decoded(self, rows: pa.Table, begin: InputIndex) -> tuple[_Piece, pa.Table | None]:
+        """The rows for one call of ``map``, and the rows of the input that cannot be decoded as dead letters."""
+        if self.decode is None:
+            return _Piece(rows, begin, rows.num_rows), None
+        decoded = self.decode(rows)
+        piece = _Piece(decoded.rows, begin, rows.num_rows, decoded.values)
+        if not decoded.bad:
+            return piece, None
+        first = decoded.bad[0]
+        if self.on_error == "stop":
+            raise UserCodeError(
+                f"{self._who}: input row {begin + first.index}: {first.reason}. Correct the input or its format in the "
+                "spec, or set mapper.on_error to dead_letter to set such rows aside",
+                processor=self.spec.processor,
+                role="mapper",
+                worker=self.spec.index,
+                input_begin_row_index=int(begin) + first.index,
+                input_end_row_index=int(begin) + first.index + 1,
+                reason=first.reason,
+            )
+        return piece, self._dead_letters(
+            [begin + one.index for one in decoded.bad],
+            [one.reason for one in decoded.bad],
+            rows.take([one.index for one in decoded.bad]),
+        )
+
+    def _dead_letters(self, positions: list[int], reasons: list[str], rows: pa.Table) -> pa.Table:
+        return dead_letters(
+            processor=self.spec.processor,
+            role="mapper",
+            worker=self.spec.index,
+            mappers=[self.spec.index] * len(positions),
+            positions=positions,
+            reasons=reasons,
+            rows=rows,
+        )
+
+    def _map(self, piece: _Piece) -> tuple[PartitionedRowset, pa.Table | None]:
         """One call of ``map``: its result, and the rows it refuses as dead letters."""
         refused: pa.Table | None = None
         try:
-            result = self._call(rows)
+            result = self._call(piece.rows)
         except Exception as error:
             if is_transient(error):
                 raise
-            result, refused = self._without_poison(rows, input_begin, error)
+            result, refused = self._without_poison(piece, error)
         # A mistake that is found from here on does not depend on the rows, so no row is made a dead letter for it.
         if not isinstance(result, PartitionedRowset):
             raise UserCodeError(
@@ -102,38 +160,28 @@ class MapStage:
             "Its schema must not depend on the rows: build the table with an explicit schema"
         )
 
-    def _without_poison(
-        self, rows: pa.Table, input_begin: InputIndex, error: Exception
-    ) -> tuple[PartitionedRowset, pa.Table | None]:
+    def _without_poison(self, piece: _Piece, error: Exception) -> tuple[PartitionedRowset, pa.Table | None]:
         """The result of the rows that can be mapped, and the others as dead letters."""
 
         def attempt(part: pa.Table) -> None:
             self._call(part)
 
         try:
-            poison_rows = locate_poison(rows, attempt)
+            poison_rows = locate_poison(piece.rows, attempt)
         except UserCodeError as broken:
-            raise self._error(broken.message, input_begin, rows.num_rows, error) from error
+            raise self._error(broken.message, piece.begin, piece.count, error) from error
         if not poison_rows:
             raise self._error(
                 f"the batch failed once and then did not ({reason_of(error)}): map is not deterministic",
-                input_begin,
-                rows.num_rows,
+                piece.begin,
+                piece.count,
                 error,
             ) from error
-        positions = [input_begin + poison.row for poison in poison_rows]
+        positions = [piece.position(poison.row) for poison in poison_rows]
         if self.on_error == "stop":
             raise self._error(poison_rows[0].reason, InputIndex(positions[0]), 1, error) from error
-        good, bad = split_rows(rows, [poison.row for poison in poison_rows])
-        refused = dead_letters(
-            processor=self.spec.processor,
-            role="mapper",
-            worker=self.spec.index,
-            mappers=[self.spec.index] * len(poison_rows),
-            positions=positions,
-            reasons=[poison.reason for poison in poison_rows],
-            rows=bad,
-        )
+        good, bad = split_rows(piece.rows, [poison.row for poison in poison_rows])
+        refused = self._dead_letters(positions, [poison.reason for poison in poison_rows], bad)
         try:
             return self._call(good), refused
         except Exception as again:
@@ -141,8 +189,8 @@ class MapStage:
                 raise
             raise self._error(
                 f"the batch fails even without the {len(poison_rows)} rows that fail alone: {reason_of(again)}",
-                input_begin,
-                rows.num_rows,
+                piece.begin,
+                piece.count,
                 again,
             ) from again
 

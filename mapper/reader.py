@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 
+from shuffle.formats.base import Decoded
 from shuffle.ids import Token
 from shuffle.limits import MIB
 
@@ -45,7 +46,8 @@ class PartitionReader(ABC):
     @property
     @abstractmethod
     def schema(self) -> pa.Schema:
-        """The schema of the rows that ``read`` returns. It is always the same."""
+        """The schema of the rows that ``map`` gets: those that ``read`` returns, or ``decode`` makes of them. It is
+        always the same."""
 
     @abstractmethod
     def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
@@ -62,6 +64,15 @@ class PartitionReader(ABC):
 
         It is called from another thread than ``read``.
         """
+
+    def decode(self, rows: pa.Table) -> Decoded:
+        """The rows for ``map``, made of the rows that ``read`` returned, or of some of them. Default: the same rows.
+
+        A reader of messages returns them from ``read`` as they are, and decodes them here: messages that cannot be
+        decoded keep their numbers in the input numbering, and are refused like rows for which ``map`` raises.
+        ``schema`` is then that of the decoded rows.
+        """
+        return Decoded(rows)
 
     def start(self) -> Token:
         """The token of the first row there is now.
@@ -94,6 +105,12 @@ class Input(ABC):
     """The name of the queue of the state store that this input reads and trims; None if there is none. A queue has one
     consumer only."""
 
+    processor: str = ""
+    """The name of the processor. It is set once the object is created."""
+    known_partitions: str | None = None
+    """What ``partitions`` returned when it was last persisted; None if it never was. It is set once the object is
+    created."""
+
     def __init__(self, config: Mapping[str, Any], state: StateClient, folder: Path) -> None:
         self.config = config
         """The options in the spec, with the defaults of ``config_schema`` if the class declares one."""
@@ -105,6 +122,15 @@ class Input(ABC):
     @abstractmethod
     def partition_count(self) -> int:
         """The number of partitions, and so of mappers. It may not change while the processor has state."""
+
+    def partitions(self) -> str | None:
+        """The numbers of the partitions, for an input that can get more of them: one line of text, which is persisted
+        and found in ``known_partitions`` afterwards.
+
+        A partition keeps its number for ever, and new ones get the numbers after those of all others. None, the
+        default, says that the number of partitions never changes.
+        """
+        return None
 
     @abstractmethod
     def open(self, partition: int) -> PartitionReader:
@@ -158,11 +184,11 @@ class Input(ABC):
         """For each partition the number of rows after its token, for ``shuffle status``. By default none is known."""
         return {}
 
-    def check_start(self, started: Callable[[], Collection[int]]) -> None:  # noqa: B027 (most inputs lose nothing)
+    def check_start(self, started: Callable[[], Mapping[int, Token]]) -> None:  # noqa: B027 (most lose nothing)
         """Raise ``SpecError`` if rows are gone that a partition still has to read which has no state yet.
 
-        ``started`` returns the partitions that have one. Call it after you have looked at the input: a mapper writes
-        its state before it trims.
+        ``started`` returns the partitions that have one, each with its token. Call it after you have looked at the
+        input: a mapper writes its state before it trims.
         """
 
     def close(self) -> None:  # noqa: B027 (as above)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pyarrow as pa
 
 from shuffle.durable.reducer_state import ReducerState
-from shuffle.errors import CommitConflict, SplitBrain
+from shuffle.errors import CommitConflict, CommitUnknown, Outgrown, SplitBrain
 from shuffle.ids import ReducerIndex
 from shuffle.reducer.core import ReduceBatch
 from shuffle.reducer.reduce import Reduced
 from shuffle.statestore import PreparedRows, StateClient
 from shuffle.support import crash_points
+
+WIDEN_ATTEMPTS_MAX = 10
+"""The most attempts to widen a row; only other instances that do the same can make one fail."""
 
 
 class Committer:
@@ -28,9 +33,33 @@ class Committer:
         """The state of the last commit, and its row, which the next commit is likely to expect."""
 
     def read_state(self) -> ReducerState:
-        rows = self._client.lookup(self._table, ReducerState.key(self._index))
-        self._row_is_there = rows.num_rows > 0
-        return ReducerState.from_rows(rows, self._mapper_count)
+        """The persisted row. If it was written when there were fewer mappers, it is widened first: a commit compares
+        whole rows, so from then on no instance that knows of fewer can commit."""
+        for _ in range(WIDEN_ATTEMPTS_MAX):
+            rows = self._client.lookup(self._table, ReducerState.key(self._index))
+            self._row_is_there = rows.num_rows > 0
+            if not self._row_is_there:
+                return ReducerState.initial(self._mapper_count)
+            state = ReducerState.from_any_row(rows.to_pylist()[0])
+            width = len(state.committed_row_indices)
+            if width == self._mapper_count:
+                return state
+            if width > self._mapper_count:
+                raise Outgrown(
+                    f"reducer {self._index} knows of {self._mapper_count} mappers, and its persisted row has {width}",
+                    reducer=self._index,
+                    mappers=width,
+                )
+            self._widen(state)
+        raise CommitConflict(f"the row of reducer {self._index} changes all the time: several of it are alive")
+
+    def _widen(self, state: ReducerState) -> None:
+        """Write the row with the mappers that came later, if it is still the same. Whoever calls reads it again."""
+        with self._client.transaction() as transaction:
+            transaction.expect(self._table, state.to_row(self._index))
+            transaction.write(self._table, state.widened(self._mapper_count).to_row(self._index))
+            with suppress(CommitConflict, CommitUnknown):
+                transaction.commit()
 
     def commit(self, reduced: Reduced) -> None:
         """Commit a batch, or raise; after any error the persisted row decides what became of it (``core.settle``).

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ from shuffle.discovery import MapperDirectory, Membership
 from shuffle.durable.query_lease import refuse_beside_query
 from shuffle.durable.tables import reducers_group
 from shuffle.errors import (
+    Outgrown,
     ShuffleError,
     SpecError,
     SplitBrain,
@@ -62,6 +63,9 @@ WINDOWS_WAITING_CROWDED = 2
 CROWDED_REDUCERS = 4
 """A reducer lets rows add up to its share of all mappers' windows, divided by the first of these numbers; or by the
 second if a core has more than ``CROWDED_REDUCERS``, whose shares are small."""
+
+GROWTH_RETRY_S = 1.0
+"""The seconds before reducers that have seen a mapper with an unknown index ask the store again about it."""
 
 _STOP_CHECK_S = 0.2
 """The seconds between two checks of the event that stops the reducer."""
@@ -117,6 +121,8 @@ class ProcessParts:
     clients: ClientPool
     attributes: Mapping[str, str]
     """What their leases tell about the process."""
+    grown: threading.Event = field(default_factory=threading.Event)
+    """Set once the processor has more mappers than the reducers were started with: all of them begin again."""
 
 
 @contextmanager
@@ -137,10 +143,24 @@ def _run_hosted(
     spec: ProcessorSpec, indexes: Sequence[int], client: StateClient, mapper_count: int, stop: threading.Event
 ) -> None:
     """Run reducers side by side until ``stop`` is set. An error after which one of them cannot go on ends all of them,
-    and is raised; whoever started the process starts it again."""
+    and is raised; whoever started the process starts it again. If the input gets more partitions, they begin again from
+    what is persisted, with the mappers that there are then."""
+    backoff = Backoff(spec.reducer.backoff_ms, spec.reducer.backoff_ms_max)
+    known: int | None = mapper_count
+    while known is not None and _run_until_grown(spec, indexes, client, known, stop):
+        before = known
+        known = _patiently(lambda: _check(spec, client), "the state store", backoff, stop)
+        if known == before:
+            stop.wait(GROWTH_RETRY_S)  # A mapper is there that the store does not know of yet.
+        _log.info("the processor has more mappers: beginning again with all of them", mappers=known)
+
+
+def _run_until_grown(
+    spec: ProcessorSpec, indexes: Sequence[int], client: StateClient, mapper_count: int, stop: threading.Event
+) -> bool:
+    """Run reducers until ``stop`` is set, and return False; or until there are more mappers, and return True."""
     if len(indexes) == 1:
-        ReducerDaemon(spec, indexes[0], client, mapper_count).run(stop)
-        return
+        return ReducerDaemon(spec, indexes[0], client, mapper_count).run(stop)
     failures: list[ShuffleError] = []
 
     def fail(error: ShuffleError) -> None:
@@ -159,8 +179,10 @@ def _run_hosted(
                 threads.append(start_vital(run_one, f"reducer-{daemon.index}", fail))
         for thread in threads:
             thread.join()
+        grown = parts.grown.is_set()
     if failures:
         raise failures[0]
+    return grown and not stop.is_set()
 
 
 class ReducerDaemon:
@@ -199,19 +221,28 @@ class ReducerDaemon:
     def run_reporting(self, stop: threading.Event, parts: ProcessParts, fail: Fail) -> None:
         """``run`` in a process with other reducers: an error goes to ``fail``, and names the reducer."""
         try:
-            self.run(stop, parts)
+            if self.run(stop, parts):
+                parts.grown.set()
         except ShuffleError as error:
             _log.error("stopped", error=error, **error.fields)
             named = f"reducer {self.index}" in error.message
             fail(error if named else type(error)(f"reducer {self.index}: {error.message}", **error.fields))
 
-    def run(self, stop: threading.Event, parts: ProcessParts | None = None) -> None:
-        """Run until ``stop`` is set; raises the error after which the reducer cannot go on. ``parts`` are those of the
-        process, if it hosts others beside this one."""
+    def run(self, stop: threading.Event, parts: ProcessParts | None = None) -> bool:
+        """Run until ``stop`` is set, and return False; or until there are more mappers than this reducer knows of, and
+        return True. Raises the error after which the reducer cannot go on. ``parts`` are those of the process, if it
+        hosts others beside this one."""
+        try:
+            return self._run(stop, parts)
+        except Outgrown as error:
+            _log.info("begins again", reason=error.message)
+            return True
+
+    def _run(self, stop: threading.Event, parts: ProcessParts | None) -> bool:
         spec = self._spec
         persisted = _patiently(self._committer.read_state, "the state store", self._backoff(), stop)
         if persisted is None:
-            return
+            return False
         crash_points.reach("reducer.after_state_read")
         self._shared.restart(persisted)
         with ExitStack() as stack:
@@ -223,9 +254,11 @@ class ReducerDaemon:
             stack.enter_context(Membership(self._client, group, self.guid, attributes, ttl_ms, self._shared.fail))
             _log.info("reducer started", guid=self.guid, committed=list(persisted.committed_row_indices))
             self._run_stages(parts, stop)
+            grown = parts.grown.is_set()
         if self._shared.failure is not None:
             raise self._shared.failure
         _log.info("reducer stopped", committed=list(self._core.committed_state.committed_row_indices))
+        return grown and not stop.is_set()
 
     def _run_stages(self, parts: ProcessParts, stop: threading.Event) -> None:
         shared, directory = self._shared, parts.directory
@@ -249,8 +282,9 @@ class ReducerDaemon:
         process = start_vital(lambda: self._process(self._cycle(stage)), "process", shared.fail)
         for fetcher in fetchers:
             fetcher.start()
-        while not stop.is_set() and not shared.wait_stopped(_STOP_CHECK_S):
-            pass
+        while not stop.is_set() and not parts.grown.is_set() and not shared.wait_stopped(_STOP_CHECK_S):
+            if any(index >= self._mapper_count for index in directory.mappers()):
+                parts.grown.set()
         shared.stop()
         for fetcher in fetchers:
             fetcher.interrupt()

@@ -22,6 +22,7 @@
     │   ├── StoreNotWritable       the folder cannot be created or written
     │   ├── DiskFull               no room; nothing was acknowledged, reads go on
     │   └── CorruptData            a checksum that does not match, with the file and the offset
+    ├── ServiceUnavailable         a broker or a schema registry cannot be reached now: it is waited for
     ├── Expired                    a snapshot, session, lease or staged append whose time is over
     ├── StaleMapper                the request names another instance of this mapper: discovery was stale
     ├── StaleGeneration            the request is of another generation of the processor than the mapper
@@ -29,6 +30,7 @@
     ├── NotServed                  rows called committed that the mapper never served, and the store knows nothing of it
     ├── FalseClaim                 rows dropped because a request called them committed; the store says they are not
     ├── SplitBrain                 another instance of this worker has moved the persisted state
+    ├── Outgrown                   the processor has more mappers than this worker knows of
     ├── ThreadDied                 a thread that others depend on has ended: the process must be started again
     └── UserCodeError              an exception in the user's map or reduce, with the positions it stopped at
 
@@ -199,6 +201,13 @@ class CorruptData(StoreError):
     code = "corrupt_data"
 
 
+class ServiceUnavailable(ShuffleError):
+    """A service outside of this project that an input or an output needs, a Kafka broker or a schema registry, cannot
+    be reached or does not answer in time. Workers wait for it and go on by themselves: see that it runs."""
+
+    code = "service_unavailable"
+
+
 class Expired(ShuffleError):
     """A snapshot, session, lease or staged append whose time is over. Begin again with a new one."""
 
@@ -244,6 +253,13 @@ class SplitBrain(ShuffleError):
     """Another instance of this worker has moved the persisted state. The worker starts again from there by itself."""
 
     code = "split_brain"
+
+
+class Outgrown(ShuffleError):
+    """The processor has got more mappers than this reducer knows of, and another instance of the reducer has seen them.
+    The reducer begins again with all of them by itself."""
+
+    code = "outgrown"
 
 
 class ThreadDied(ShuffleError):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
-MARK_OF_FOLDER = {"process": "process", "spark": "spark"}
+MARK_OF_FOLDER = {"kafka": "kafka", "process": "process", "spark": "spark"}
 
 # Shared machines are slow now and then: a slow example is not a failure, a hanging one meets the timeout.
 settings.register_profile("here", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])

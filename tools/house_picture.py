@@ -19,7 +19,7 @@ from tools.layers import LAYERS, RANKS, ROOT
 PICTURE = ROOT / "docs" / "pictures" / "house.svg"
 
 FLOORS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
-    ("around it", (("tools", "layers, reference, pictures"), ("perf", "benchmarks"))),
+    ("around it", (("tools", "layers, reference, pictures"), ("perf", "benchmarks"), ("broker", "Kafka to try"))),
     (
         "what people start",
         (("cli", "the command shuffle"), ("examples", "jobs, the demo"), ("shuffle", "from shuffle import …")),
@@ -51,6 +51,7 @@ FLOORS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         (
             ("user_code", "load, call, poison"),
             ("spec", "YAML, frozen objects"),
+            ("formats", "JSON, Avro, …"),
             ("jobs", "ready-made"),
             ("partition", "key groups"),
             ("api", "Mapper, Reducer, messages"),

@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("api", tuple(f"shuffle.{name}" for name in ("api", "config_schema", "messages", "metrics", "discovery"))),
     ("partition", ("shuffle.partition",)),
     ("jobs", ("shuffle.jobs",)),
+    ("formats", ("shuffle.formats",)),
     ("spec", ("shuffle.spec",)),
     ("user_code", ("shuffle.user_code",)),
     ("mapper.window", tuple(f"shuffle.mapper.{name}" for name in ("window", "entry_life", "bucket", "rows", "reader"))),
@@ -57,6 +58,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("shuffle", ("shuffle", "pyspark_shuffle")),
     ("examples", ("shuffle.examples",)),
     ("cli", ("shuffle.cli",)),
+    ("broker", ("tools.kafka", "tools.java_home")),
     ("perf", ("perf",)),
     ("tools", ("tools",)),
 )

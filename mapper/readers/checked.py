@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
 
 from shuffle.errors import ShuffleError, UserCodeError
+from shuffle.formats.base import Decoded
 from shuffle.ids import Token
 from shuffle.limits import TOKEN_BYTES_MAX
 from shuffle.mapper.reader import Input, PartitionReader
@@ -66,6 +67,7 @@ class CheckedReader(PartitionReader):
         if not isinstance(schema, pa.Schema):
             raise boundary.error("schema", f"must be a pyarrow.Schema, not {type(schema).__name__}")
         self._schema = schema
+        self._decodes = type(reader).decode is not PartitionReader.decode
 
     @property
     def schema(self) -> pa.Schema:
@@ -89,7 +91,7 @@ class CheckedReader(PartitionReader):
         rows, after = result
         if not isinstance(rows, pa.Table):
             raise self._boundary.error("read", f"must return a pyarrow.Table, not {type(rows).__name__}")
-        if not rows.schema.equals(self._schema):
+        if not self._decodes and not rows.schema.equals(self._schema):
             raise self._boundary.error("read", f"the rows are {_shown(rows.schema)}, the schema {_shown(self._schema)}")
         rows_max = max(1, end_row_index - begin_row_index)
         if rows.num_rows > rows_max:
@@ -98,6 +100,18 @@ class CheckedReader(PartitionReader):
         if rows.num_rows and after == token:
             raise self._boundary.error("read", "rows, and a token that has not moved: they would be read for ever")
         return rows, after
+
+    def decode(self, rows: pa.Table) -> Decoded:
+        if not self._decodes:
+            return Decoded(rows)
+        with self._boundary.calling("decode"):
+            decoded = self._reader.decode(rows)
+        if not isinstance(decoded, Decoded):
+            raise self._boundary.error("decode", f"must return a Decoded, not {type(decoded).__name__}")
+        if not decoded.rows.schema.equals(self._schema):
+            columns = _shown(decoded.rows.schema)
+            raise self._boundary.error("decode", f"the rows are {columns}, the schema {_shown(self._schema)}")
+        return decoded
 
     def trim(self, row_index: int, token: Token) -> None:
         with self._boundary.calling("trim"):
@@ -142,7 +156,14 @@ class CheckedInput(Input):
             raise self._boundary.error("partition_count", f"must return a whole number, not {count!r}")
         return count
 
+    def partitions(self) -> str | None:
+        self._inner.processor, self._inner.known_partitions = self.processor, self.known_partitions
+        with self._boundary.calling("partitions"):
+            numbers = self._inner.partitions()
+        return None if numbers is None else str(numbers)
+
     def open(self, partition: int) -> PartitionReader:
+        self._inner.processor, self._inner.known_partitions = self.processor, self.known_partitions
         with self._boundary.calling("open"):
             reader = self._inner.open(partition)
         if not isinstance(reader, PartitionReader):
@@ -170,7 +191,7 @@ class CheckedInput(Input):
         with self._boundary.calling("rows_left"):
             return self._inner.rows_left(tokens)
 
-    def check_start(self, started: Callable[[], Collection[int]]) -> None:
+    def check_start(self, started: Callable[[], Mapping[int, Token]]) -> None:
         with self._boundary.calling("check_start"):
             self._inner.check_start(started)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -298,7 +298,8 @@ class GroupedInput(Input):
         return GroupedReader(readers, order, with_rows, trim_all, lag_rows)
 
     def describe(self) -> str:
-        return f"groups of {self._per_mapper} partitions, {self._inner.describe()}"
+        # With another number of partitions they could be in other groups, whose reads nobody has written down.
+        return f"groups of {self._per_mapper} of its {self._partitions} partitions, {self._inner.describe()}"
 
     def ends(self) -> Mapping[int, Token] | None:
         ends = self._inner.ends()
@@ -333,8 +334,16 @@ class GroupedInput(Input):
         }
         return {mapper: sum(of_mapper) for mapper, of_mapper in counts.items() if of_mapper}
 
-    def check_start(self, started: Callable[[], Collection[int]]) -> None:
-        self._inner.check_start(lambda: [one for mapper in started() for one in self._group(mapper)])
+    def check_start(self, started: Callable[[], Mapping[int, Token]]) -> None:
+        def by_partition() -> dict[int, Token]:
+            found: dict[int, Token] = {}
+            for mapper, token in started().items():
+                group = self._group(mapper)
+                tokens = GroupToken.decode(token, len(group)).tokens if token else (Token(b""),) * len(group)
+                found |= dict(zip(group, tokens, strict=True))
+            return found
+
+        self._inner.check_start(by_partition)
 
     def close(self) -> None:
         self._inner.close()

@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shuffle.errors import ShuffleError, SpecError, UserCodeError
+import pyarrow as pa
+
+from shuffle.durable.meta import META_KEY, PARTITIONS
+from shuffle.errors import ShuffleError, SpecError, UnknownTable, UserCodeError
 from shuffle.mapper.reader import Input, PartitionReader
 from shuffle.mapper.readers.checked import CheckedInput, CheckedReader
 from shuffle.mapper.readers.grouped import GroupedInput, GroupedReader
@@ -22,12 +25,26 @@ if TYPE_CHECKING:
 
 
 def open_input(spec: ProcessorSpec, client: StateClient) -> Input:
-    """The input of ``spec``, with a partition for each mapper. Raises ``SpecError`` with the path in the spec if it is
-    the user's own and its class cannot be loaded or refuses its options."""
+    """The input of ``spec``, with a partition for each mapper, and those that are numbered already as they are.
+
+    Raises ``SpecError`` with the path in the spec if it is the user's own and its class cannot be loaded or refuses its
+    options.
+    """
     opened = _open_input(spec, client)
-    if spec.mapper.partitions_per_mapper == 1:
-        return opened
-    return GroupedInput(opened, spec.mapper.partitions_per_mapper, spec.processor)
+    opened.processor = spec.processor
+    if spec.mapper.partitions_per_mapper > 1:
+        return GroupedInput(opened, spec.mapper.partitions_per_mapper, spec.processor)
+    opened.known_partitions = known_partitions(spec, client)
+    return opened
+
+
+def known_partitions(spec: ProcessorSpec, client: StateClient) -> str | None:
+    """What ``Input.partitions`` returned when it was last persisted."""
+    try:
+        rows = client.lookup(spec.meta_table, pa.table([[PARTITIONS]], schema=META_KEY))
+    except UnknownTable:
+        return None  # The processor was never started.
+    return str(rows["value"][0].as_py()) if rows.num_rows else None
 
 
 def _open_input(spec: ProcessorSpec, client: StateClient) -> Input:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +136,7 @@ class QueueInput(Input):
             for index, (begin, end) in enumerate(self._bounds())
         }
 
-    def check_start(self, started: Callable[[], Collection[int]]) -> None:
+    def check_start(self, started: Callable[[], Mapping[int, Token]]) -> None:
         if self.config["start"] == "earliest_available":
             return
         bounds = self._bounds()

@@ -97,10 +97,8 @@ def lookup_committed(
     absent."""
     keys = pa.table([pa.array(range(reducer_count), pa.int32())], schema=REDUCERS_KEY)
     rows = source.lookup(reducers_table(processor), keys)
-    return {
-        ReducerIndex(row["reducer_index"]): ReducerState.decode_any(row["committed_row_indices"])[mapper_index]
-        for row in rows.to_pylist()
-    }
+    states = {row["reducer_index"]: ReducerState.decode_any(row["committed_row_indices"]) for row in rows.to_pylist()}
+    return {ReducerIndex(reducer): state.committed(mapper_index) for reducer, state in states.items()}
 
 
 class PersistedState:

@@ -51,6 +51,18 @@ class ReducerState:
     def __getitem__(self, mapper_index: MapperIndex) -> ShuffleIndex:
         return self.committed_row_indices[mapper_index]
 
+    def committed(self, mapper_index: MapperIndex) -> ShuffleIndex:
+        """The last index that was committed of a mapper; nothing of one that came after this row was written."""
+        known = mapper_index < len(self.committed_row_indices)
+        return self.committed_row_indices[mapper_index] if known else NOTHING_COMMITTED
+
+    def widened(self, mapper_count: int) -> ReducerState:
+        """This state with mappers that came later, of which nothing is committed."""
+        more = mapper_count - len(self.committed_row_indices)
+        indices = self.committed_row_indices + (NOTHING_COMMITTED,) * more
+        fronts = None if self.fronts is None else self.fronts + (None,) * more
+        return ReducerState(indices, self.generation, fronts)
+
     def front(self, mapper_index: MapperIndex) -> int | None:
         return None if self.fronts is None else self.fronts[mapper_index]
 
@@ -126,6 +138,12 @@ class ReducerState:
             return ReducerState.initial(mapper_count)
         row = rows.to_pylist()[0]
         return ReducerState.from_row(row, mapper_count)
+
+    @staticmethod
+    def from_any_row(row: Mapping[str, Any]) -> ReducerState:
+        """The state in one row of the table, of however many mappers."""
+        width = len(row["committed_row_indices"]) // _INDEXES.itemsize
+        return ReducerState.from_row(row, width)
 
     @staticmethod
     def from_row(row: Mapping[str, Any], mapper_count: int) -> ReducerState:

@@ -69,8 +69,8 @@ def check_against_store(
         if mistakes:
             raise SpecError("\n".join(mistakes), path=str(spec.path), mistakes=mistakes)
         create_tables(spec, client)  # 3
-        check_fingerprint(spec, client, mapper_count, classes["mapper"], opened, accept_new_map, register)  # 4, 5
-    return mapper_count
+        mapper_class = classes["mapper"]
+        return check_fingerprint(spec, client, mapper_count, mapper_class, opened, accept_new_map, register)  # 4, 5
 
 
 # 2. Input ------------------------------------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from shuffle.durable.meta import META_ROW
+from shuffle.durable.meta import META_ROW, PARTITIONS
 from shuffle.durable.reducer_state import ReducerState
 from shuffle.durable.tables import mappers_group, reducers_group
 from shuffle.errors import CommitConflict, SpecError
+from shuffle.ids import Token
 from shuffle.mapper.reader import Input
 from shuffle.mapper.readers.opening import mistakes_located
 from shuffle.spec.config import ProcessorSpec
@@ -31,11 +32,14 @@ ATTEMPTS_MAX = 10
 PARTITION_FUNCTION = "xxhash64/42"
 """The name of the partition function in the fingerprint: the hash and its seed."""
 
+_OF_THE_PARTITIONS = ("mapper_count", PARTITIONS)
 _OF_THE_MAP = ("mapper_class", "mapper_config", "mapper_code")
 
 
 def fingerprint(spec: ProcessorSpec, mapper_count: int, mapper_class: type[Any], opened: Input) -> dict[str, str]:
-    return {
+    partitions = opened.partitions()
+    numbers = {} if partitions is None else {PARTITIONS: partitions}
+    return numbers | {
         "reducer_count": str(spec.reducer.count),
         "mapper_count": str(mapper_count),
         "max_parallelism": str(spec.max_parallelism),
@@ -55,8 +59,9 @@ def check_fingerprint(
     opened: Input,
     accept_new_map: bool = False,
     register: bool = True,
-) -> None:
-    """Writes the fingerprint if the state is empty; raises ``SpecError`` if it does not fit a state that is not empty.
+) -> int:
+    """Writes the fingerprint if the state is empty, or the input has more partitions; raises ``SpecError`` if it does
+    not fit a state that is not empty. Returns the number of mappers.
 
     With ``register`` the processor becomes the consumer of its queue in the same transaction.
     """
@@ -65,23 +70,44 @@ def check_fingerprint(
         tx = client.transaction()
         with tx:
             stored = {row["name"]: row["value"] for row in tx.scan(spec.meta_table).read_all().to_pylist()}
-            changed = [name for name in ours if name in stored and not _same(name, ours[name], stored[name])]
+            if opened.known_partitions != stored.get(PARTITIONS):
+                # Another worker has numbered them meanwhile: what is new comes after what it has found.
+                opened.known_partitions = stored.get(PARTITIONS)
+                mapper_count = opened.partition_count()
+                ours = fingerprint(spec, mapper_count, mapper_class, opened)
+            grown = _has_grown(ours, stored)
+            may_differ = _OF_THE_PARTITIONS if grown else ()
+            changed = [
+                name
+                for name in ours
+                if name in stored and name not in may_differ and not _same(name, ours[name], stored[name])
+            ]
             if changed:
                 _refuse_change(spec, client, ours, stored, changed, accept_new_map)
             check_consumer(spec, client, tx, opened.consumes)
             check_begin(spec, client, opened)
             registers = register and register_consumer(client, tx, spec.processor, opened.consumes)
-            if changed or not stored.keys() >= ours.keys():
+            if changed or grown or not stored.keys() >= ours.keys():
                 names = sorted(ours)
                 tx.write(spec.meta_table, pa.table([names, [ours[name] for name in names]], schema=META_ROW))
             elif not registers:
-                return
+                return mapper_count
             try:
                 tx.commit()
-                return
+                return mapper_count
             except CommitConflict:
                 continue  # Another worker of this processor was faster: compare with the fingerprint that it wrote.
     raise SpecError(f"{spec.path}: {spec.meta_table} is being changed all the time; is something else writing to it?")
+
+
+def _has_grown(ours: dict[str, str], stored: dict[str, str]) -> bool:
+    """Whether the input has more partitions than when the fingerprint was written, and may have.
+
+    Those that are numbered keep their numbers, which is for the input to see to, and rows of the new ones are in no
+    state yet."""
+    if PARTITIONS not in ours or PARTITIONS not in stored:
+        return False
+    return int(ours["mapper_count"]) > int(stored["mapper_count"])
 
 
 def _same(name: str, ours: str, stored: str) -> bool:
@@ -93,6 +119,7 @@ def _same(name: str, ours: str, stored: str) -> bool:
 _KEY_PATHS = {
     "reducer_count": "reducer.count",
     "mapper_count": "input",
+    PARTITIONS: "input",
     "max_parallelism": "max_parallelism",
     "partition_function": "processor",
     "input": "input",
@@ -155,9 +182,9 @@ def check_consumer(spec: ProcessorSpec, client: StateClient, tx: Transaction, qu
 def check_begin(spec: ProcessorSpec, client: StateClient, opened: Input) -> None:
     """Refuses to start on an input from which rows were deleted that this processor has never read."""
 
-    def started() -> set[int]:
-        rows = client.scan(spec.mappers_table, columns=["mapper_index"]).read_all()
-        return set(rows["mapper_index"].to_pylist())
+    def started() -> dict[int, Token]:
+        rows = client.scan(spec.mappers_table, columns=["mapper_index", "continuation_token"]).read_all()
+        return {row["mapper_index"]: Token(row["continuation_token"]) for row in rows.to_pylist()}
 
     with mistakes_located(spec):
         opened.check_start(started)

@@ -31,12 +31,13 @@ from shuffle.preflight.check import check_against_store
 from shuffle.run.dead_letters import dead_letter_note
 from shuffle.run.determinism import Difference, check_map
 from shuffle.run.drain import DrainGoal, drain_goal, is_drained
+from shuffle.run.growth import Growth
 from shuffle.run.status import ProcessorStatus, StatusCollector
 from shuffle.run.store_service import StoreKeeper, log_folder, open_client, require_store, served_store, serving_address
 from shuffle.run.supervisor import Child, RestartPolicy, Supervisor
 from shuffle.run.terminal import ChildView, Rates, progress_line, render
 from shuffle.spec.config import ProcessorSpec
-from shuffle.spec.index_sets import indexes_text, share_out
+from shuffle.spec.index_sets import indexes_text, share_out, share_out_of
 from shuffle.support.exit_codes import EXIT_SPEC, EXIT_USER_CODE
 from shuffle.support.logs import get_logger
 
@@ -166,9 +167,18 @@ class Controller:
         }
         workers = {role: [self._start(role, indexes, logs) for indexes in of] for role, of in hosted.items()}  # 3
         self._say(f"{spec.processor}: {mapper_count} mappers, {reducer_count} reducers, logs in {logs}")
+        growth = None if goal is not None else Growth(spec, client, mapper_count)
         try:
             with StatusCollector(spec, client) as collector:
-                self._watch(spec, client, collector, goal, checked, mapper_count)
+                self._watch(
+                    spec,
+                    client,
+                    collector,
+                    goal,
+                    checked,
+                    mapper_count,
+                    lambda now_s: self._grow(spec, growth, workers["mapper"], logs, now_s),
+                )
         finally:
             if self._signal is not None:
                 self._say(f"{spec.processor}: stopping; a second Ctrl-C kills what is left")
@@ -177,6 +187,13 @@ class Controller:
                 self._supervisor.stop(workers[role])
         if self._ending:
             self._say(f"{spec.processor}: {self._ending}{dead_letter_note(spec, client)}")
+
+    def _grow(self, spec: ProcessorSpec, growth: Growth | None, mappers: list[Child], logs: Path, now_s: float) -> None:
+        """Starts mappers for partitions that the input has got since. Reducers notice them by themselves."""
+        new = range(0) if growth is None else growth.look(now_s)
+        if new:
+            mappers += [self._start("mapper", indexes, logs) for indexes in share_out_of(new, spec.mapper.per_process)]
+            self._say(f"{spec.processor}: the input has {len(new)} more partitions: {new.stop} mappers now")
 
     def _start(self, role: str, indexes: Sequence[int], logs: Path) -> Child:
         """Starts one process that hosts the workers ``indexes``."""
@@ -203,6 +220,7 @@ class Controller:
         goal: DrainGoal | None,
         checked: bool,
         mapper_count: int,
+        grow: Callable[[float], None],
     ) -> None:
         began_s = time.monotonic()
         look = _Every(LOOK_S if self._options.screen else LINE_S)
@@ -216,6 +234,7 @@ class Controller:
                 if self._keeper is not None and keep.due(now_s) and self._keeper.look(now_s):
                     self._say(f"{spec.processor}: the state store that others had started is gone: serving it")
                 self._give_up_if_hopeless(spec)
+                grow(now_s)
                 if not checked and checking is None and check.due(now_s):
                     checking = pool.submit(self._check_first_rows, spec, client, mapper_count)
                 if checking is not None and checking.done():

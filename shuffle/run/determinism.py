@@ -118,6 +118,7 @@ def read_sample(spec: ProcessorSpec, client: StateClient, partition: int) -> pa.
     }
     with open_input(spec, client) as source, closing(source.open_to_look(partition)) as reader:
         rows, _ = reader.read(0, SAMPLE_ROWS, tokens.get(partition) or reader.start())
+        rows = reader.decode(rows).rows
     rows_fitting = max(1, SAMPLE_ROWS if rows.nbytes <= SAMPLE_BYTES else rows.num_rows * SAMPLE_BYTES // rows.nbytes)
     return rows.slice(0, rows_fitting).combine_chunks()
 

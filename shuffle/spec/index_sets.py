@@ -44,6 +44,11 @@ def indexes_text(indexes: Sequence[int]) -> str:
     return ",".join(str(index) for index in indexes)
 
 
+def share_out_of(indexes: range, per_process: int) -> list[range]:
+    """Contiguous indexes, shared out to as few processes as possible with at most ``per_process`` in each."""
+    return [indexes[begin : begin + per_process] for begin in range(0, len(indexes), per_process)]
+
+
 def share_out(count: int, per_process: int) -> list[range]:
     """The indexes below ``count``, shared out to as few processes as possible with at most ``per_process`` in each."""
-    return [range(begin, min(begin + per_process, count)) for begin in range(0, count, per_process)]
+    return share_out_of(range(count), per_process)

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
+from shuffle.spec.kafka import KafkaInputOptions
+
 Start = Literal["beginning", "earliest_available"]
-Value = Literal["queue name", "folder", "class"] | tuple[str, ...]
+Value = Literal["queue name", "folder", "class", "kafka input"] | tuple[str, ...]
 """The values that a key takes: one of the kinds of value that ``spec_file`` can read, or one of several words."""
 
 
@@ -84,6 +86,17 @@ class ClassInputSpec(InputSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class KafkaInputSpec(InputSpec):
+    """Topics of Kafka."""
+
+    kind: ClassVar[str] = "kafka"
+
+    kafka: KafkaInputOptions
+    """Topics of Kafka: a mapping of its own, see below. There is one mapper for each of their partitions, and nothing
+    is deleted there."""
+
+
+@dataclass(frozen=True, slots=True)
 class InputKind:
     """One kind of input."""
 
@@ -95,6 +108,8 @@ class InputKind:
     """The values that each key of this kind takes, by the name of the field."""
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     """The error texts for options of this kind that are given for another kind, by the name of the option."""
+    is_named_by_text: bool = True
+    """Whether the value of the key that names the kind is a text that says it all, as the name of a queue does."""
 
 
 KINDS: dict[str, InputKind] = {
@@ -109,6 +124,12 @@ KINDS: dict[str, InputKind] = {
         "shuffle.mapper.readers.folder:FolderInput",
         {"folder": "folder", "format": ("parquet", "arrow", "jsonl")},
         {"format": "is for folders of files; a queue has its own schema"},
+    ),
+    "kafka": InputKind(
+        KafkaInputSpec,
+        "shuffle.mapper.readers.kafka.input:KafkaInput",
+        {"kafka": "kafka input"},
+        is_named_by_text=False,
     ),
     "class": InputKind(ClassInputSpec, None, {"class_name": "class"}),
 }
@@ -128,7 +149,7 @@ def input_described_as(text: str) -> InputSpec | None:
     """
     name, _, rest = text.partition(" ")
     kind = KINDS.get(name)
-    if kind is None or kind.implementation is None or not rest:
+    if kind is None or kind.implementation is None or not kind.is_named_by_text or not rest:
         return None
     spec_class: Any = kind.spec
     spec: InputSpec = spec_class(rest)

@@ -17,6 +17,8 @@ from shuffle.errors import BadInput, SpecError
 from shuffle.limits import NAME_BYTES_MAX
 from shuffle.spec.config import RANGES, MapperSpec, ProcessorSpec, ReducerSpec, SpillSpec, relation_mistakes
 from shuffle.spec.inputs import KINDS, ClassInputSpec, InputSpec, Value, kinds_in_words
+from shuffle.spec.kafka import input_options
+from shuffle.spec.options import read_options
 from shuffle.spec.outputs import OutputKind, OutputSpec, kind_named
 from shuffle.spec.yaml_file import Node, compose_file, in_one_line
 from shuffle.support.endpoint import HOST_MAYBE_PORT, HOST_PORT
@@ -359,6 +361,7 @@ def _did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
 
 
 _VALUES: dict[Value, Reader] = {"queue name": _queue_name, "folder": _folder, "class": _CLASS}
+_KAFKA_INPUT = _VALUES["kafka input"] = read_options(input_options, _own_value)
 
 
 def _value(takes: Value) -> Reader:

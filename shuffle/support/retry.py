@@ -17,6 +17,7 @@ from shuffle.errors import (
     CorruptData,
     Expired,
     FormatTooNew,
+    ServiceUnavailable,
     ShuffleError,
     SplitBrain,
     StoreError,
@@ -35,8 +36,8 @@ JITTER = 0.5
 LASTING = (MemoryError, CorruptData, FormatTooNew, StoreNotWritable, StoreLocked)
 """Errors of the store or of the machine that do not pass by themselves: the worker ends with them."""
 
-_TROUBLE = (StoreError, CommitConflict, CommitUnknown, Expired, SplitBrain, MemoryError)
-"""Errors that are caused by the store or the machine, and not by a row or by the user's code."""
+_TROUBLE = (StoreError, CommitConflict, CommitUnknown, Expired, ServiceUnavailable, SplitBrain, MemoryError)
+"""Errors that are caused by the store, by a service around us or by the machine, not by a row or the user's code."""
 
 _CAUSES_MAX = 32
 """The most exceptions of a chain of causes that are looked at; only loops make longer chains."""

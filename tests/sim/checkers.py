@@ -77,6 +77,8 @@ class Checkers:
         self._queues = names.queues
         self.committed = [[-1] * len(mappers) for _ in reducers]
         """Per reducer and mapper: the last committed index that was ever durable."""
+        self._widths = [0] * len(reducers)
+        """Per reducer: of how many mappers its row is."""
         self._mapper_states = [(0, 0, 0)] * len(mappers)
         self._groups: GroupChecker | None = None
         if oracle.workload.groups:
@@ -130,6 +132,11 @@ class Checkers:
                     self.violated(3, f"the row of reducer {reducer} is gone")
                 continue
             committed, generation, fronts = decode_reducer_row(value)
+            if len(committed) < self._widths[reducer]:
+                self.violated(
+                    3, f"reducer {reducer}: its row had {self._widths[reducer]} mappers, now {len(committed)}"
+                )
+            self._widths[reducer] = len(committed)
             self.tails.on_reducer_row(reducer, committed, generation, fronts)
             for mapper, index in enumerate(committed):
                 before = self.committed[reducer][mapper]
@@ -137,7 +144,8 @@ class Checkers:
                     self.violated(3, f"reducer {reducer}, mapper {mapper}: committed fell from {before} to {index}")
                 if index not in self.oracle.effects[mapper][reducer]:
                     self.violated(3, f"reducer {reducer}, mapper {mapper}: committed {index} is no row of its own")
-            self.committed[reducer] = committed
+            # Of a mapper that came after the row was written nothing is committed.
+            self.committed[reducer] = committed + [-1] * (len(self._mappers) - len(committed))
 
     def _check_effects(
         self, values: dict[tuple[int, int], bytes | None], committed: Sequence[Sequence[int]], where: str

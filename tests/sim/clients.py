@@ -98,7 +98,8 @@ class SnapshotReader:
             for row in states:
                 raw = row["committed_row_indices"]
                 committed[row["reducer_index"]] = [
-                    int.from_bytes(raw[at : at + 8], "little", signed=True) for at in range(0, len(raw), 8)
+                    int.from_bytes(raw[at : at + 8], "little", signed=True) if at < len(raw) else -1
+                    for at in range(0, 8 * mappers, 8)
                 ]
             seen = dict.fromkeys(pairs, (0, 0))
             seen.update({(row["mapper"], row["reducer"]): (row["rows"], row["chain"]) for row in effects})

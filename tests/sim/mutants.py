@@ -15,6 +15,7 @@ from typing import Any
 from tests.sim import (
     mutants_claims,
     mutants_grouping,
+    mutants_growth,
     mutants_logs,
     mutants_mapper,
     mutants_reducer,
@@ -42,7 +43,7 @@ class NoTarget(Exception):
 def _collect() -> dict[str, Mutant]:
     made: dict[str, Mutant] = {}
     modules = (mutants_reducer, mutants_mapper, mutants_claims, mutants_store, mutants_spill, mutants_tail)
-    for module in (*modules, mutants_twins, mutants_logs, mutants_grouping):
+    for module in (*modules, mutants_twins, mutants_logs, mutants_grouping, mutants_growth):
         for name, value in vars(module).items():
             if callable(value) and getattr(value, "__module__", "") == module.__name__ and not name.startswith("_"):
                 made[name] = value
@@ -55,6 +56,7 @@ _PROFILES = {
     mutants_twins.__name__: profiles.TWINS,
     mutants_logs.__name__: profiles.LOGGED,
     mutants_grouping.__name__: profiles.PARTITIONS,
+    mutants_growth.__name__: profiles.GROWTH,
 }
 """Of the modules whose bugs are looked for in runs of another kind than the ordinary."""
 

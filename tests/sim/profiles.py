@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 
+GROWTH = "growth"
 HOSTING = "hosting"
 LOGGED = "logged"
 PARTITIONS = "partitions"
 STRAGGLERS = "stragglers"
 TWINS = "twins"
-NAMES = (STRAGGLERS, TWINS, HOSTING, LOGGED, PARTITIONS)
+NAMES = (STRAGGLERS, TWINS, HOSTING, LOGGED, PARTITIONS, GROWTH)
 _VARIABLE = "SHUFFLE_SIM_PROFILE"
 
 

@@ -19,6 +19,7 @@ from tests.sim import checkers, faults, flight, kernel, probes, shims
 from tests.sim.clients import Producer, SnapshotReader
 from tests.sim.discovery_faults import DiscoveryFaults
 from tests.sim.grouping import Grouping
+from tests.sim.growth import Growth
 from tests.sim.hosting import Hosting
 from tests.sim.job import batch_bytes_max, job_spec, prepared_disk
 from tests.sim.kernel import Process, World
@@ -64,12 +65,14 @@ class Simulation:
         self.hosting = Hosting(seed)
         self.logged = Logged(seed)
         self.grouping = Grouping(seed)
+        self.growth = Growth(seed)
         workload = Workload.make(self.world.streams["workload"])
         workload = self.hosting.workload(self.twins.workload(self.stragglers.workload(workload)))
-        self.workload = self.grouping.workload(workload)
+        self.workload = self.growth.workload(self.grouping.workload(workload))
         self.oracle = Oracle(self.workload)
         made = self.twins.faults(self.stragglers.faults(faults.make_faults(self.world.streams["faults"])))
-        made = self.grouping.faults(self.logged.faults(self.hosting.faults(self.liars.faults(made))))
+        made = self.logged.faults(self.hosting.faults(self.liars.faults(made)))
+        made = self.growth.faults(self.grouping.faults(made))
         self.faults = made if fault_list is None else fault_list
         rng = self.world.streams["workload"]
         self.spec = self.hosting.spec(self.stragglers.spec(job_spec(self.workload, rng)))
@@ -85,6 +88,11 @@ class Simulation:
         self._prepared = prepared_disk(self.workload)
 
     # what there is
+
+    @property
+    def mapper_count(self) -> int:
+        """How many mappers the input has now."""
+        return self.growth.mapper_count(self.world.now_us)
 
     def pick_slot(self, role: str, target: float) -> Slot:
         slots = [slot for slot in self.slots if slot.role == role]
@@ -148,7 +156,11 @@ class Simulation:
         self._wire()
         self.host.start()
         for slot in self.slots:
-            slot.start()
+            if slot.role == "mapper":
+                slot.away_until_us = max(self.growth.due_us[index] for index in slot.hosted)
+            self.world.at(
+                slot.away_until_us, lambda _, slot=slot: slot.ensure()
+            ) if slot.away_until_us else slot.start()
         self.producer.start(self.client)
         SnapshotReader(world, self.workload, self.checkers).start(self.client)
 
@@ -168,7 +180,7 @@ class Simulation:
         probes.observe_false_claim = self._observe_false_claim
         probes.observe_tail = self.checkers.tails.on_tail
         daemon: Any = shuffle.mapper.daemon
-        daemon.check_against_store = lambda spec, client: self.workload.mapper_count
+        daemon.check_against_store = lambda spec, client: self.mapper_count
         daemon.load_class = lambda spec, role: SimMapper
         daemon.open_reader = lambda spec, index, client: GapReader(
             QueueReader(client, "input", index, wait_ms=spec.mapper.read_wait_ms)
@@ -176,6 +188,7 @@ class Simulation:
         if self.grouping.is_on:
             daemon.open_reader = self.grouping.open_reader
         daemon = shuffle.reducer.daemon
+        daemon._check = lambda spec, client: self.mapper_count
         daemon.load_class = lambda spec, role: SimReducer
         SimReducer.with_output = self.workload.with_output
         SimReducer.slow = staticmethod(self._slow)
@@ -244,7 +257,7 @@ class Simulation:
         self._worker(
             process,
             lambda stop: shuffle.reducer.daemon._run_hosted(
-                self.spec, hosted, self.client(process), self.workload.mapper_count, stop
+                self.spec, hosted, self.client(process), self.mapper_count, stop
             ),
         )
 

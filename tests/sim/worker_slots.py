@@ -31,6 +31,8 @@ class Slot:
 
     def start(self) -> None:
         simulation = self.simulation
+        if self.role == "mapper" and max(self.hosted) >= simulation.mapper_count:
+            return  # Its partition is not there yet.
         self.starts += 1
         process = Process(simulation.world, f"{self.name}#{self.starts}")
         # Reducers listen nowhere; a number of their own keeps them out of the mappers' way.

@@ -180,7 +180,7 @@ colour: red
     [
         ("count: 2", "", "reducer.count: is missing"),
         ("processor: job\n", "", "processor: is missing"),
-        ("{queue: logs}", "{}", "input: give either queue, folder or class"),
+        ("{queue: logs}", "{}", "input: give either queue, folder, kafka or class"),
         ("{queue: logs}", "logs", "input: a mapping with the keys"),
         ("{queue: logs}", "{queue: [logs]}", "input.queue: a single value is needed here, not a list"),
         ("{queue: logs}", "{queue: }", "input.queue: a single value is needed here, not nothing"),
@@ -199,7 +199,7 @@ colour: red
         ("processor: job", "processor: job\nmax_parallelism: 1", "2 cannot share 1 key groups"),
         ("{queue: logs}", "{queue: logs, format: parquet}", "input.format: is for folders of files"),
         ("{queue: logs}", "{queue: logs", "not YAML"),
-        ("{queue: logs}", '{queue: logs, class: "m:C"}', "input: give either queue, folder or class, not more"),
+        ("{queue: logs}", '{queue: logs, class: "m:C"}', "input: give either queue, folder, kafka or class, not more"),
         ("{queue: logs}", "{class: nowhere, a: 1}", "input.class: 'nowhere' is not a class"),
         ("{queue: logs}", '{class: "m:C", a: 1, a: 2}', "input.a: is given twice"),
         ("{queue: logs}", '{class: "m:C", a: 2026-13-13}', "input.a: cannot be read"),

@@ -171,7 +171,7 @@ def test_ends_rows_left_and_lag_are_those_of_the_partitions(client: StateClient)
     assert source.reached(0, token, ends[0])
     assert not source.reached(1, Token(b""), ends[1])
     assert reader.lag_rows(token) == 0
-    assert source.describe() == "groups of 3 partitions, queue logs"
+    assert source.describe() == "groups of 3 of its 5 partitions, queue logs"
 
 
 @pytest.mark.parametrize("token", [b"x", b"\0" * 18, GroupToken(1, 0, (Token(b"a"),)).encode() + b"x"])

@@ -10,7 +10,7 @@ import pytest
 PROJECT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("target", ["demo", "check", "test", "test-long", "perf", "reference", "clean"])
+@pytest.mark.parametrize("target", ["demo", "check", "test", "test-long", "test-kafka", "perf", "reference", "clean"])
 def test_every_target_can_be_read(target: str) -> None:
     found = subprocess.run(["make", "--dry-run", target], cwd=PROJECT, capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stderr

@@ -9,6 +9,7 @@ import pytest
 
 from shuffle.api import Mapper, PartitionedRowset, WorkerSpec
 from shuffle.errors import StoreUnavailable, UserCodeError
+from shuffle.formats.base import BadValue, Decoded
 from shuffle.ids import Guid, InputIndex
 from shuffle.mapper.core import MappedBatch
 from shuffle.mapper.mapping import MapStage, cut, own, plain
@@ -189,3 +190,50 @@ def test_dictionaries_become_plain_columns() -> None:
     rows = pa.table({"a": [1, 2], "s": pa.array(["x", "y"]).dictionary_encode()})
     assert plain(rows).to_pylist() == rows.to_pylist()
     assert plain(rows).schema == pa.schema([("a", pa.int64()), ("s", pa.string())])
+
+
+# Rows that cannot be decoded -----------------------------------------------------------------------------------------
+
+
+def decoding(on_error: OnError = "stop") -> MapStage:
+    """Rows of the input are texts; each becomes as many rows as it has numbers, and those with letters are bad."""
+
+    def decode(rows: pa.Table) -> Decoded:
+        numbers: list[int] = []
+        of: list[int] = []
+        bad = []
+        for index, text in enumerate(rows["text"].to_pylist()):
+            if text.isalpha():
+                bad.append(BadValue(index, f"{text} is no number"))
+                continue
+            numbers += [int(part) for part in text.split()]
+            of += [index] * len(text.split())
+        return Decoded(pa.table({"n": numbers}, schema=SCHEMA), bad, np.array(of, dtype=np.int64))
+
+    return MapStage(Custom(spread), SPEC, on_error, decode=decode)
+
+
+def texts(*values: str) -> pa.Table:
+    return pa.table({"text": list(values)})
+
+
+def test_decoded_rows_are_mapped() -> None:
+    assert ordered(decoding().apply(texts("1 2", "3"), InputIndex(0))) == [1, 1, 2, 2, 3, 3]
+
+
+def test_row_that_cannot_be_decoded_stops_the_mapper_at_its_position() -> None:
+    with pytest.raises(UserCodeError, match="mapper 4: input row 12: x is no number") as caught:
+        decoding().apply(texts("1", "2", "x", "y"), InputIndex(10))
+    assert caught.value.input_begin_row_index == 12
+
+
+def test_rows_that_cannot_be_decoded_or_mapped_are_dead_letters_with_their_positions() -> None:
+    for rows_max in (None, 2):
+        mapped = decoding("dead_letter").apply(texts("1 2", "x", "3 13", "4", "yz"), InputIndex(10), rows_max)
+        assert ordered(mapped) == [1, 1, 2, 2, 3, 3, 4, 4]
+        assert mapped.dead_letters is not None
+        letters = sorted(mapped.dead_letters.to_pylist(), key=lambda letter: letter["position"])
+        assert [letter["position"] for letter in letters] == [11, 12, 14]
+        assert decode_row(letters[0]["row"]).to_pylist() == [{"text": "x"}], "the row as it is in the input"
+        assert decode_row(letters[1]["row"]).to_pylist() == [{"n": 13}]
+        assert "yz is no number" in letters[2]["reason"]

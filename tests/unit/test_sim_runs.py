@@ -54,6 +54,18 @@ def test_planted_bugs_are_found() -> None:
     assert ran.stdout.strip().endswith("7/7 found"), ran.stdout + ran.stderr
 
 
+def test_input_that_grows_shows_no_violation_and_its_planted_bugs_are_found() -> None:
+    ran = sim("--seeds", "25", "--profile", "growth")
+    assert " 0 violations" in ran.stdout, ran.stdout + ran.stderr
+    planted = [
+        "first_row_of_a_new_mapper_taken_for_committed",
+        "new_mappers_not_looked_for",
+        "row_begun_anew_with_more_mappers",
+    ]
+    ran = sim("--mutants", "--mutant", ",".join(planted))
+    assert ran.stdout.strip().endswith("3/3 found"), ran.stdout + ran.stderr
+
+
 def test_failure_is_shrunk_and_can_be_run_again() -> None:
     ran = sim("--seeds", "4", "--mutant", "cursor_told_as_committed", "--jobs", "1")
     assert ran.returncode == 1

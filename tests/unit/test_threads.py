@@ -57,6 +57,7 @@ DECIDED: dict[tuple[str, str], tuple[int, str]] = {
     ("shuffle/discovery.py", VITAL): (2, "lease and directory: the worker ends"),
     ("shuffle/support/metrics.py", VITAL): (1, "the metrics: the worker, or the store's daemon, ends"),
     # The controller.
+    ("shuffle/run/growth.py", "Thread"): (1, "looks for new partitions once: the next look is made by another"),
     ("shuffle/run/controller.py", "ThreadPoolExecutor"): (
         1,
         "the check of map: its error is raised in the main thread",

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shuffle.formats.opening import FormatOptions, RegistryOptions
 from shuffle.spec import config, inputs, outputs, spec_file
+from shuffle.spec.kafka import KafkaInputOptions
 from shuffle.support import units
 from tools.reference import text
 
@@ -69,7 +71,21 @@ def regions() -> dict[str, str]:
     found: dict[str, str] = {}
     for section in sections():
         found[f"spec {section or 'top'}"] = _table(section)
+    found["spec input.kafka"] = _options_table(KafkaInputOptions, FormatOptions)
+    found["spec schema_registry"] = _options_table(RegistryOptions)
     return found | {"spec with everything": "```yaml\n" + example() + "```"}
+
+
+def _options_table(*holders: type[Any]) -> str:
+    """The keys of a section that a module of its own checks: names and meanings, which tell the values as well."""
+    rows = []
+    for holder in holders:
+        docs = text.attribute_docs(holder)
+        for field in dataclasses.fields(holder):
+            if field.name in docs:
+                meaning, said = text.without_default(docs[field.name])
+                rows.append((text.code(field.name), text.markdown(said) if said else "none", text.markdown(meaning)))
+    return text.table(("key", "default", "meaning"), rows)
 
 
 def sections() -> dict[str, list[Key]]:

@@ -1,0 +1,261 @@
+"""Reads one partition of a topic with the plain client, as ``read_committed``, from where a token says.
+
+The client fetches ahead in threads of its own, and hands out messages that it keeps. Whatever it leaves out, records of
+aborted transactions and the markers at the end of each transaction, is left out every time, so that rows get the same
+numbers whenever they are read again. After the last row the client's own position is taken for the token, not "its
+offset and one more": it has passed over the markers behind the row, too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+from shuffle.errors import OutOfRange, ServiceUnavailable, ShuffleError, SpecError
+from shuffle.formats.base import Decoded
+from shuffle.ids import Token
+from shuffle.mapper.reader import PartitionReader
+from shuffle.mapper.readers.kafka.client import FIXED, UNKNOWN, Cluster, made, typed
+from shuffle.mapper.readers.kafka.columns import Records, headers_of, timestamps_of
+from shuffle.mapper.readers.kafka.positions import NO_EPOCH, Partition, Position, decode, encode, gone, made_anew
+from shuffle.support.logs import get_logger
+
+MESSAGES_AT_ONCE = 1_000
+"""The most messages that are taken from the client at once; more at a time are slower."""
+POLL_S = 0.1
+"""The most seconds of one wait for a message, after which it is seen whether the reader is to stop."""
+FIRST_WAIT_S = 10.0
+"""The seconds for which the first fetch after a seek is waited for, whatever ``wait_ms`` says: only then is it known
+whether there are records."""
+SILENCE_S = 5.0
+"""The seconds without any sign of a broker after which the trouble is reported, and waited for outside."""
+LOOK_S = 0.25
+"""The seconds between two looks at whether the topic is still the one that it was, while there are rows. To delete a
+topic, to make it anew and to fill it up to where a reader stands takes longer."""
+IDLE_LOOK_S = 5.0
+"""The same while there are none."""
+
+_log = get_logger(__name__)
+
+
+class KafkaReader(PartitionReader):
+    """One partition. ``starts`` returns the position at which a mapper without state begins."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        settings: Mapping[str, Any],
+        group: str,
+        cluster: Cluster,
+        records: Records,
+        starts: Callable[[], Position],
+    ) -> None:
+        self._partition = partition
+        self._cluster = cluster
+        self._records = records
+        self._starts = starts
+        self._group = group
+        self._trouble: KafkaError | None = None
+        """The last error of the connection, since something was read."""
+        self._heard_s = time.monotonic()
+        self._looked_s = 0.0
+        self._at: Position | None = None
+        """Where the client stands: what was returned last."""
+        self._fresh = True
+        """Whether nothing has come since the client was told where to read."""
+        self._interrupted = threading.Event()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._commit_failed = False
+        self._consumer = made(lambda: Consumer({**settings, **FIXED, "group.id": group, "error_cb": self._on_error}))
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._records.schema
+
+    def start(self) -> Token:
+        return encode(self._starts())
+
+    def decode(self, rows: pa.Table) -> Decoded:
+        return self._records.decode(rows)
+
+    # Reading
+
+    def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
+        at = decode(token) if token else self._starts()
+        if self._at != at:
+            self._seek(at)
+            self._look(at)
+        try:
+            messages = self._take(max(1, end_row_index - begin_row_index), at)
+            # After the rows were taken: if the topic is the same now, they are of the same. Without rows it is enough
+            # to learn some time that there is no such topic any more; the client does not say so.
+            if time.monotonic() - self._looked_s > (LOOK_S if messages else IDLE_LOOK_S):
+                self._look(at)
+        except BaseException:
+            self._at = None  # What was taken is lost to the client: it must be told again where to read.
+            raise
+        self._at = self._position(at, messages[-1] if messages else None)
+        return self._table(messages), encode(self._at)
+
+    def _seek(self, at: Position) -> None:
+        self._fresh = True
+        epoch = at.leader_epoch if at.leader_epoch >= 0 else None
+        place = TopicPartition(self._partition.topic, self._partition.number, at.offset)
+        if epoch is not None:
+            place = TopicPartition(self._partition.topic, self._partition.number, at.offset, leader_epoch=epoch)
+        try:
+            self._consumer.assign([place])
+        except KafkaException as error:
+            raise typed(error.args[0], f"reading {self._partition}") from None
+        self._at = at
+
+    def _look(self, at: Position) -> None:
+        """Raise if the topic is another one than it was: the client goes on by its name."""
+        now_s = time.monotonic()
+        topic = self._cluster.topics([self._partition.topic])[self._partition.topic]
+        if topic.topic_id != at.topic_id:
+            raise made_anew(self._partition)
+        self._looked_s = now_s
+
+    def _take(self, rows_max: int, at: Position) -> list[Message]:
+        """Messages that are there; if there are none, wait for some."""
+        taken: list[Message] = []
+        left_bytes = self.batch_bytes_max
+        now_s = time.monotonic()
+        deadline_s = now_s + self.wait_ms / 1000
+        while len(taken) < rows_max and left_bytes > 0:
+            wait_s = 0.0
+            if not taken:
+                until_s = max(deadline_s, now_s + FIRST_WAIT_S) if self._fresh else deadline_s
+                wait_s = max(0.0, min(POLL_S, until_s - time.monotonic()))
+                if self._interrupted.is_set():
+                    break
+            # For the first one alone: the client waits until it has as many as it was asked for.
+            asked = 1 if wait_s else min(MESSAGES_AT_ONCE, rows_max - len(taken))
+            batch = self._consumer.consume(asked, wait_s)
+            if not batch:
+                if taken or (wait_s == 0.0):
+                    break
+                self._complain()
+                continue
+            good = self._good(batch, at)
+            taken += good
+            # Of as many messages at most, the first and the last tell about how large they are.
+            left_bytes -= len(good) * (len(good[0]) + len(good[-1])) // 2 if good else 0
+        return taken
+
+    def _good(self, batch: list[Message], at: Position) -> list[Message]:
+        """``batch`` without what is no record; raises what an error among them means."""
+        self._fresh = False
+        self._trouble = None
+        self._heard_s = time.monotonic()
+        errors = [message.error() for message in batch]
+        if not any(errors):
+            return batch
+        for error in errors:
+            if error is not None and error.code() != KafkaError._PARTITION_EOF:
+                raise self._error(error, at)
+        return [message for message, error in zip(batch, errors, strict=True) if error is None]
+
+    def _error(self, error: KafkaError, at: Position) -> ShuffleError:
+        if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._LOG_TRUNCATION):
+            self._look(at)
+            earliest = self._cluster.earliest([self._partition])[self._partition]
+            end = self._cluster.ends([self._partition])[self._partition]
+            return OutOfRange(gone(self._partition, at.offset, earliest, end))
+        if error.code() in UNKNOWN:
+            try:
+                self._look(at)
+            except SpecError as what:
+                return what
+            return ServiceUnavailable(f"{self._partition}: {error.str()}; waiting for it")
+        return typed(error, f"reading {self._partition}")
+
+    def _complain(self) -> None:
+        """Raise if no broker has been heard of for a while, so that whoever waits knows why."""
+        if self._trouble is not None and time.monotonic() - self._heard_s > SILENCE_S:
+            raise typed(self._trouble, f"reading {self._partition}")
+
+    def _on_error(self, error: KafkaError) -> None:
+        self._trouble = error
+
+    def _position(self, at: Position, last: Message | None) -> Position:
+        """The position after what was taken, over all that the client has left out."""
+        [place] = self._consumer.position([TopicPartition(self._partition.topic, self._partition.number)])
+        behind = -1 if last is None else (last.offset() or 0) + 1
+        offset = max(at.offset, place.offset, behind)
+        epoch = None if last is None else last.leader_epoch()
+        return Position(at.topic_id, offset, at.leader_epoch if epoch is None else int(epoch))
+
+    def _table(self, messages: list[Message]) -> pa.Table:
+        needs = self._records.needs
+        columns: dict[str, Any] = {
+            "value": pa.array([message.value() for message in messages], pa.binary()),
+            "offset": _offsets(messages),
+        }
+        if "key" in needs:
+            columns["key"] = [message.key() for message in messages]
+        if "headers" in needs:
+            columns["headers"] = [headers_of(message.headers()) for message in messages]
+        if "timestamp" in needs:
+            columns["timestamp"] = timestamps_of([message.timestamp()[1] for message in messages])
+        return self._records.table(columns, len(messages))
+
+    # Beside reading
+
+    def trim(self, row_index: int, token: Token) -> None:
+        """Tell the group how far this processor is, for those who watch it. Nothing is deleted or read back."""
+        if not token:
+            return
+        position = decode(token)
+        epoch = position.leader_epoch
+        place = TopicPartition(self._partition.topic, self._partition.number, position.offset)
+        if epoch != NO_EPOCH:
+            place = TopicPartition(self._partition.topic, self._partition.number, position.offset, leader_epoch=epoch)
+        with self._closing:
+            if self._closed:
+                return
+            try:
+                self._consumer.commit(offsets=[place], asynchronous=True)
+                self._commit_failed = False
+            except KafkaException as error:
+                if not self._commit_failed:
+                    _log.warning("progress not told to the group", group=self._group, error=error.args[0].str())
+                self._commit_failed = True
+
+    def lag_rows(self, token: Token) -> int | None:
+        if not token:
+            return None
+        with self._closing:
+            if self._closed:
+                return None
+            place = TopicPartition(self._partition.topic, self._partition.number)
+            bounds = self._consumer.get_watermark_offsets(place, cached=True)
+        if bounds is None or bounds[1] < 0:
+            return None
+        return max(0, int(bounds[1]) - decode(token).offset)
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+
+    def close(self) -> None:
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._consumer.close()
+
+
+def _offsets(messages: list[Message]) -> Any:
+    """The offset of each message. Mostly there is no gap between them, and two are enough to know it."""
+    if messages:
+        first, last = messages[0].offset(), messages[-1].offset()
+        if first is not None and last is not None and last - first + 1 == len(messages):
+            return pa.array(np.arange(first, last + 1, dtype=np.int64))
+    return [message.offset() for message in messages]

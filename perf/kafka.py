@@ -1,0 +1,160 @@
+"""How fast are records of Kafka read into Arrow columns, beside a bare loop of the same client?
+
+One topic with one partition on a real broker (``tools/kafka.py``) on this machine, records of 115 bytes of JSON. Each
+way reads all of it, in turns, several times:
+
+- *bare JSON*: ``consume()`` of ``confluent-kafka``, the values joined and parsed by ``polars.read_ndjson``. This is the
+  best that one gets with few lines; of two sizes of batches the better one counts.
+- *bare raw*: the same into an Arrow array of bytes, without parsing.
+- *reader JSON* and *reader raw*: what a mapper does: ``KafkaReader.read`` and ``decode``, with the checks around them:
+  errors, topic id, positions, bad records. Raw rows have all columns of a record: key, headers, time and offset, too.
+
+``reader_ratio`` and ``raw_ratio`` are rows a second of the reader over the bare loop; the broker is on the same cores.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined] # It re-exports without saying so.
+
+from perf.common import report
+from shuffle.mapper.readers.kafka.client import DEFAULTS
+from shuffle.mapper.readers.kafka.input import KafkaInput
+from shuffle.spec.kafka import input_options
+from tools.kafka import Broker
+
+TOPIC = "rows"
+RECORD_BYTES = 115
+SCHEMA = {"user": "string", "cluster": "string", "amount": "int64", "price": "double"}
+POLARS_SCHEMA = {"user": pl.String, "cluster": pl.String, "amount": pl.Int64, "price": pl.Float64}
+BARE_SIZES = (1_000, 10_000)
+BATCH_ROWS = 100_000
+"""As many as ``mapper.batch_rows_max`` is by default."""
+LIMITS = {"reader_ratio": ">= 0.9; with the fast path >= 1.5", "raw_ratio": ">= 2 with the fast path"}
+
+
+def record(number: int) -> bytes:
+    user, cluster, price = f"user-{number % 100_000:06d}", f"cluster-{number % 40:02d}", number % 9_999 / 100
+    text = f'{{"user":"{user}","cluster":"{cluster}","amount":{number},"price":{price:.2f},"note":"'
+    return (text + "x" * (RECORD_BYTES - len(text) - 2) + '"}').encode()
+
+
+def fill(address: str, records: int) -> None:
+    admin = AdminClient({"bootstrap.servers": address})
+    admin.create_topics([NewTopic(TOPIC, num_partitions=1, replication_factor=1)])[TOPIC].result(30)
+    producer = Producer({"bootstrap.servers": address, "linger.ms": 20, "batch.size": 1_000_000, "acks": 1})
+    for number in range(records):
+        while True:
+            try:
+                producer.produce(TOPIC, record(number), partition=0)
+                break
+            except BufferError:
+                producer.poll(0.1)
+    if producer.flush(60):
+        raise SystemExit("the broker did not take all records")
+
+
+def bare(address: str, records: int, size: int, use: Callable[[list[bytes]], int]) -> int:
+    """The loop that people write; returns the rows that ``use`` has made."""
+    settings: dict[str, Any] = {**DEFAULTS, "bootstrap.servers": address, "group.id": "bare"}
+    consumer = Consumer({**settings, "enable.auto.commit": False, "auto.offset.reset": "error"})
+    consumer.assign([TopicPartition(TOPIC, 0, 0)])
+    rows = seen = 0
+    while seen < records:
+        messages = consumer.consume(size, 1.0)
+        values = [message.value() for message in messages if message.error() is None]
+        seen += len(values)
+        if values:
+            rows += use(values)  # type: ignore[arg-type] # None of these records is without a value.
+    consumer.close()
+    return rows
+
+
+def parse_json(values: list[bytes]) -> int:
+    return pl.read_ndjson(b"\n".join(values), schema=POLARS_SCHEMA).height
+
+
+def to_binary(values: list[bytes]) -> int:
+    return len(pa.array(values, pa.binary()))
+
+
+def reader(address: str, records: int, **options: Any) -> int:
+    """What a mapper does; returns the rows that ``map`` would get."""
+    mistakes: list[str] = []
+    given = {"topics": TOPIC, "properties": {"bootstrap.servers": address}, **options}
+    made = input_options(given, lambda path, what: mistakes.append(f"{path}: {what}"))
+    if made is None:
+        raise SystemExit("; ".join(mistakes))
+    client: Any = None  # This input asks the cluster, and not the store.
+    opened = KafkaInput({"kafka": made}, client, Path())
+    opened.processor = "perf"
+    one = opened.open(0)
+    one.wait_ms = 1_000
+    rows, seen, token = 0, 0, one.start()
+    while seen < records:
+        table, token = one.read(seen, seen + BATCH_ROWS, token)
+        seen += table.num_rows
+        rows += one.decode(table).rows.num_rows
+    one.close()
+    opened.close()
+    return rows
+
+
+def measured(ways: dict[str, Callable[[], int]], records: int, repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each way, and of processor time, in turns, so that what else the machine does hits all alike."""
+    found: dict[str, dict[str, list[float]]] = {name: {"s": [], "cpu_s": []} for name in ways}
+    for turn in range(repeats + 1):
+        for name, way in ways.items():
+            began_s, began_cpu_s = time.perf_counter(), time.process_time()
+            rows = way()
+            if rows != records:
+                raise SystemExit(f"{name}: {rows} rows of {records}")
+            if turn:  # The first turn warms caches up.
+                found[name]["s"].append(time.perf_counter() - began_s)
+                found[name]["cpu_s"].append(time.process_time() - began_cpu_s)
+    return found
+
+
+def main() -> int:
+    parser = report.parser("kafka", "How fast are records of Kafka read into Arrow columns?")
+    parser.add_argument("--records", type=int, default=400_000, help="how many records of 115 bytes (default 400,000)")
+    parser.add_argument("--repeats", type=int, default=5, help="how often each way is measured (default 5)")
+    chosen = parser.parse_args()
+    records: int = chosen.records
+    with tempfile.TemporaryDirectory(prefix="perf-kafka-") as folder, Broker(Path(folder), memory="512m") as broker:
+        address = broker.address
+        fill(address, records)
+        ways: dict[str, Callable[[], int]] = {}
+        for size in BARE_SIZES:
+            ways[f"bare JSON, consume({size})"] = lambda size=size: bare(address, records, size, parse_json)  # type: ignore[misc]
+            ways[f"bare raw, consume({size})"] = lambda size=size: bare(address, records, size, to_binary)  # type: ignore[misc]
+        ways["reader JSON"] = lambda: reader(address, records, format="json", schema=SCHEMA)
+        ways["reader raw"] = lambda: reader(address, records)
+        found = measured(ways, records, chosen.repeats)
+    rates = {name: records / report.median(of["s"]) for name, of in found.items()}
+    bars = {
+        "reader_ratio": rates["reader JSON"] / max(rates[f"bare JSON, consume({size})"] for size in BARE_SIZES),
+        "raw_ratio": rates["reader raw"] / max(rates[f"bare raw, consume({size})"] for size in BARE_SIZES),
+    }
+    details = {
+        name: {
+            "rows_per_s": rates[name],
+            "cpu_us_per_row": report.median(of["cpu_s"]) / records * 1e6,
+            **{f"seconds_{key}": value for key, value in report.spread(of["s"]).items()},
+        }
+        for name, of in found.items()
+    }
+    report.publish("Records of Kafka into Arrow", bars, {"records": records, **details}, chosen.json, LIMITS)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(report.run_and_report_errors(main))

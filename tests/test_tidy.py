@@ -61,6 +61,8 @@ PURE_MODULES = (
     "mapper/spill/stragglers.py",
     "reducer/core.py",
     "reducer/cycle.py",
+    "reducer/exporter/core.py",
+    "reducer/exporter/cycle.py",
     "statestore/engine/conflicts.py",
     "statestore/engine/leases.py",
 )

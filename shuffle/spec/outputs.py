@@ -30,6 +30,17 @@ class OutputSpec:
         return None
 
     @property
+    def is_outside(self) -> bool:
+        """Whether the rows go to a place outside of the state store: through the outbox, by way of an exporter."""
+        return False
+
+    @property
+    def limits(self) -> tuple[int, int, int]:
+        """For a place outside: the most rows of a batch, its most bytes, and the most milliseconds that its first row
+        waits for others."""
+        raise NotImplementedError(f"{self.kind} is no place outside of the state store")
+
+    @property
     def config(self) -> Mapping[str, Any]:
         """What the implementation is created with: the keys of the spec and their values."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
@@ -51,6 +62,15 @@ class QueueOutputSpec(OutputSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class SinkOutputSpec(OutputSpec):
+    """A place outside of the state store."""
+
+    @property
+    def is_outside(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
 class OutputKind:
     """One kind of output."""
 
@@ -60,6 +80,9 @@ class OutputKind:
     """The subclass of ``Output``, as ``module:Class``."""
     values: Mapping[str, Value]
     """What each key of this kind takes, by the name of the field."""
+    sink: str | None = None
+    """The subclass of ``Sink`` for a place outside of the state store, as ``module:Class``. It is imported by the
+    exporter only, since it may need a large library."""
 
 
 KINDS: dict[str, OutputKind] = {

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from tests.sim.export_checker import ExportChecker
 from tests.sim.spill_checker import SpillChecker
 from tests.sim.tail_checker import Tail, TailChecker, produced_rows
 from tests.sim.transaction_checker import TransactionChecker
@@ -71,6 +72,7 @@ class Checkers:
         self._spills = SpillChecker(oracle, disk, names.queues)
         self._transactions = TransactionChecker()
         self.tails = TailChecker(oracle, self.violated)
+        self.exports = ExportChecker(oracle, disk, names.queues.get("job/outbox"), self.violated)
         self._input_keys = [names.queues["input"] + struct.pack(">I", m) + b"p" for m in mappers]
         self._queues = names.queues
         self.committed = [[-1] * len(mappers) for _ in reducers]
@@ -95,6 +97,7 @@ class Checkers:
 
     def on_durable(self) -> None:
         """After every change of what a crash would leave."""
+        self.exports.on_durable()
         get = self.disk.keys.get
         rows = tuple(self._table_rows([*self._reducer_keys, *self._mapper_keys, *self._effect_keys.values()]))
         rows += tuple(get(key) for key in (*self._input_keys, *self._spills.partition_keys))
@@ -278,7 +281,7 @@ class Checkers:
                 return False
             if total and self._input_begins[mapper] <= oracle.positions[mapper][-1]:
                 return False
-        return not self._spills.left() and self.tails.is_told()
+        return not self._spills.left() and self.tails.is_told() and self.exports.is_done()
 
     def behind(self) -> str:
         """For a run that does not come to its end: who is missing what."""
@@ -286,7 +289,8 @@ class Checkers:
         return (
             f"committed {self.committed}, of {wanted}; mapper states {self._mapper_states}, of "
             f"{[len(positions) for positions in self.oracle.positions]} input rows; "
-            f"input trimmed to {self._input_begins}; spilled {self._spills.left()}; {self.tails.behind()}"
+            f"input trimmed to {self._input_begins}; spilled {self._spills.left()}; {self.tails.behind()}; "
+            f"{self.exports.behind()}"
         )
 
     def at_end(self) -> None:
@@ -301,7 +305,9 @@ class Checkers:
                 self.violated(1, f"mapper {pair[0]}, reducer {pair[1]}: {found} at the end instead of {expected}")
         try:
             self._check_dead_letters()
-            if self.oracle.workload.with_output:
+            if self.oracle.workload.with_outbox:
+                self.exports.at_end()
+            elif self.oracle.workload.with_output:
                 self._check_output()
         except (struct.error, KeyError, ValueError, OSError, pa.ArrowException) as error:
             self.violated(8, f"a queue cannot be read from the disk: {error!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shuffle.durable.export_state import EXPORTS_KEY, EXPORTS_VALUE
 from shuffle.durable.mapper_state import MAPPERS_KEY, MAPPERS_VALUE
 from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE
 from shuffle.durable.spill_ends import SPILLS_KEY, SPILLS_VALUE
@@ -60,19 +61,19 @@ def job_spec(workload: Workload, rng: Any) -> ProcessorSpec:
     )
 
 
-_prepared: dict[tuple[int, int, str, bool], Disk] = {}
+_prepared: dict[tuple[int, int, str, str | None], Disk] = {}
 
 
 def prepared_disk(workload: Workload) -> Disk:
     """A store with the job's tables and queues in it, made once for each shape of job."""
-    shape = (workload.mapper_count, workload.reducer_count, workload.on_error, workload.with_output)
+    shape = (workload.mapper_count, workload.reducer_count, workload.on_error, workload.output)
     found = _prepared.get(shape)
     if found is None:
         found = _prepared[shape] = _prepare(*shape)
     return found
 
 
-def _prepare(mapper_count: int, reducer_count: int, on_error: str, with_output: bool) -> Disk:
+def _prepare(mapper_count: int, reducer_count: int, on_error: str, output: str | None) -> Disk:
     before = kernel.maybe_world()
     world = World(0)
     kernel.set_world(world)
@@ -95,8 +96,9 @@ def _prepare(mapper_count: int, reducer_count: int, on_error: str, with_output: 
         if on_error == "dead_letter":
             client.create_queue("job/mapper_dead_letters", DEAD_LETTER_SCHEMA, 1)
             client.create_queue("job/reducer_dead_letters", DEAD_LETTER_SCHEMA, 1)
-        if with_output:
-            client.create_queue("output", OUTPUT, reducer_count)
+        if output is not None:
+            client.create_queue(output, OUTPUT, reducer_count)
+            client.create_table("job/exports", EXPORTS_KEY, EXPORTS_VALUE)
         ended.append(True)
 
     process.spawn("setup", setup)

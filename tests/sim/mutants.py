@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.sim import (
     mutants_claims,
+    mutants_exporter,
     mutants_growth,
     mutants_logs,
     mutants_mapper,
@@ -37,7 +38,7 @@ class NoTarget(Exception):
 def _collect() -> dict[str, Mutant]:
     made: dict[str, Mutant] = {}
     modules = (mutants_reducer, mutants_mapper, mutants_claims, mutants_store, mutants_spill, mutants_tail)
-    for module in (*modules, mutants_twins, mutants_logs, mutants_growth):
+    for module in (*modules, mutants_twins, mutants_logs, mutants_growth, mutants_exporter):
         for name, value in vars(module).items():
             if callable(value) and getattr(value, "__module__", "") == module.__name__ and not name.startswith("_"):
                 made[name] = value
@@ -49,6 +50,7 @@ _PROFILES = {
     mutants_spill.__name__: profiles.STRAGGLERS,
     mutants_twins.__name__: profiles.TWINS,
     mutants_logs.__name__: profiles.LOGGED,
+    mutants_exporter.__name__: profiles.EXPORTER,
     mutants_growth.__name__: profiles.GROWTH,
 }
 """Of the modules whose bugs are looked for in runs of another kind than the ordinary."""

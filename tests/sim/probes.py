@@ -68,6 +68,7 @@ def install() -> None:
     _watch_store()
     importlib.import_module("tests.sim.probes_spill").install(_watch)
     importlib.import_module("tests.sim.probes_logs").install(_watch)
+    importlib.import_module("tests.sim.probes_exporter").install(_watch)
     importlib.import_module("tests.sim.growth").install(_watch)
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 
+EXPORTER = "exporter"
 GROWTH = "growth"
 HOSTING = "hosting"
 LOGGED = "logged"
 STRAGGLERS = "stragglers"
 TWINS = "twins"
-NAMES = (STRAGGLERS, TWINS, HOSTING, LOGGED, GROWTH)
+NAMES = (STRAGGLERS, TWINS, HOSTING, LOGGED, GROWTH, EXPORTER)
 _VARIABLE = "SHUFFLE_SIM_PROFILE"
 
 

@@ -65,6 +65,8 @@ class ExportCycle:
         """
         core = self._core
         found = ExportState.from_rows(self._client.lookup(self._table, ExportState.key(core.partition)))
+        if found is None:
+            self._sink.check_new()
         state = core.claim(found, new_guid(), self._bounds()[0])
         self._write(found, state)  # 1
         core.claimed(state)

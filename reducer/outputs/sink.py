@@ -46,6 +46,10 @@ class Sink(ABC):
     def identity(self) -> str:
         """The place in words that name no other one. If they change, the output is another one."""
 
+    def check_new(self) -> None:  # noqa: B027 - a sink that keeps the position has other ways
+        """Called before the first row of a processor with an empty state. ``PositionLost`` if the place has rows of an
+        earlier processor of that name already, which would be taken for those of this one."""
+
     @abstractmethod
     def open(self) -> int | None:
         """Connect, and return the position that the place has; None if it has none, or keeps none.
@@ -62,8 +66,8 @@ class Sink(ABC):
         A sink that keeps the position stores ``end`` in the same step. It is also called without rows, with ``begin``
         equal to ``end``, to store the position alone.
 
-        Raises ``ServiceUnavailable`` if nothing was published, ``PublishUnknown`` if that is not certain, ``SplitBrain``
-        if another object has taken over, and ``SinkRefused`` if trying again is of no use.
+        Raises ``ServiceUnavailable`` if nothing was published, ``PublishUnknown`` if that is not certain,
+        ``SplitBrain`` if another object has taken over, and ``SinkRefused`` if trying again is of no use.
         """
 
     def keep_alive(self) -> None:  # noqa: B027 - most places forget nothing

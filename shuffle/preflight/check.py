@@ -17,6 +17,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
+from shuffle.durable.export_state import EXPORTS_KEY, EXPORTS_VALUE
 from shuffle.durable.mapper_state import MAPPERS_KEY, MAPPERS_VALUE
 from shuffle.durable.meta import META_KEY, META_VALUE
 from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE
@@ -100,4 +101,6 @@ def create_tables(spec: ProcessorSpec, client: StateClient) -> None:
     client.create_table(spec.mappers_table, key=MAPPERS_KEY, value=MAPPERS_VALUE, if_not_exists=True)
     client.create_table(spec.spills_table, key=SPILLS_KEY, value=SPILLS_VALUE, if_not_exists=True)
     client.create_table(spec.reducers_table, key=REDUCERS_KEY, value=REDUCERS_VALUE, if_not_exists=True)
+    if spec.output is not None and spec.output.is_outside:
+        client.create_table(spec.exports_table, key=EXPORTS_KEY, value=EXPORTS_VALUE, if_not_exists=True)
     create_consumers_table(client)

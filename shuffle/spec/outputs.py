@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from shuffle.limits import MIB
 from shuffle.spec.inputs import Value
 from shuffle.support.suggest import did_you_mean
 from shuffle.support.units import quoted
@@ -61,13 +62,43 @@ class QueueOutputSpec(OutputSpec):
         return self.queue
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SinkOutputSpec(OutputSpec):
-    """A place outside of the state store."""
+    """A place outside of the state store. Rows reach it in batches, by way of the exporter."""
+
+    batch_rows_max: int = 1_000_000
+    """The most rows that are published at once. Default: 1,000,000."""
+    batch_bytes_max: int = 64 * MIB
+    """The most bytes that are published at once, as the rows are in memory. Default: 64 MiB."""
+    batch_age_ms: int | None = None
+    """The longest that the first row of a batch waits for others, in milliseconds. Rows are published sooner if there
+    are as many as a batch may have. Default: 10,000."""
+    batch_age_default_ms: ClassVar[int] = 10_000
 
     @property
     def is_outside(self) -> bool:
         return True
+
+    @property
+    def limits(self) -> tuple[int, int, int]:
+        age_ms = self.batch_age_default_ms if self.batch_age_ms is None else self.batch_age_ms
+        return self.batch_rows_max, self.batch_bytes_max, age_ms
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetOutputSpec(SinkOutputSpec):
+    """A folder of Parquet files."""
+
+    kind: ClassVar[str] = "parquet"
+
+    parquet: str
+    """A folder for Parquet files, relative to that of the spec, or an address that ``pyarrow.fs`` knows, such as
+    ``s3://bucket/folder``. It is created if it is not there."""
+    partition_by: tuple[str, ...] = ()
+    """The columns whose values become sub-folders (``day=2026-11-18/``) instead of columns of the files. Default:
+    none."""
+    compression: str = "zstd"
+    """The compression of the files. Default: zstd."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +116,19 @@ class OutputKind:
     exporter only, since it may need a large library."""
 
 
+OUTBOX = "shuffle.reducer.outputs.outbox:OutboxOutput"
+"""The implementation of every place outside of the state store: reducers only append to the outbox."""
+
+_BATCHES: Mapping[str, Value] = {"batch_rows_max": "count", "batch_bytes_max": "size", "batch_age_ms": "duration"}
+
 KINDS: dict[str, OutputKind] = {
     "queue": OutputKind(QueueOutputSpec, "shuffle.reducer.outputs.queue:QueueOutput", {"queue": "queue name"}),
+    "parquet": OutputKind(
+        ParquetOutputSpec,
+        OUTBOX,
+        {"parquet": "place", "partition_by": "names", "compression": ("zstd", "snappy", "lz4", "none"), **_BATCHES},
+        "shuffle.reducer.outputs.parquet:ParquetSink",
+    ),
 }
 """By the key that names each in the spec."""
 

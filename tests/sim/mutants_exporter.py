@@ -142,22 +142,6 @@ def conflict_taken_for_committed(patch: Any) -> None:
     patch(_Cycle, "_write", write)
 
 
-def sink_opened_before_the_claim(patch: Any) -> None:
-    """What another instance publishes and notes between the two is published again."""
-    original = _Cycle.start
-
-    def start(self: Any) -> None:
-        position = self._sink.open()
-        opened = self._sink.open
-        self._sink.open = lambda: position
-        try:
-            original(self)
-        finally:
-            self._sink.open = opened
-
-    patch(_Cycle, "start", start)
-
-
 def rows_kept_over_a_restart(patch: Any) -> None:
     """What was read before an error is published after it, whatever the sink has by then."""
     patch(_Core, "claimed", _claimed_without_forgetting)

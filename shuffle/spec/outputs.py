@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from shuffle.limits import MIB
 from shuffle.spec.inputs import Value
+from shuffle.spec.kafka_output import KafkaOutputOptions
 from shuffle.support.suggest import did_you_mean
 from shuffle.support.units import quoted
 
@@ -72,7 +73,7 @@ class SinkOutputSpec(OutputSpec):
     """The most bytes that are published at once, as the rows are in memory. Default: 64 MiB."""
     batch_age_ms: int | None = None
     """The longest that the first row of a batch waits for others, in milliseconds. Rows are published sooner if there
-    are as many as a batch may have. Default: 10,000."""
+    are as many as a batch may have. Default: 10,000; for Kafka 0."""
     batch_age_default_ms: ClassVar[int] = 10_000
 
     @property
@@ -102,6 +103,18 @@ class ParquetOutputSpec(SinkOutputSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class KafkaOutputSpec(SinkOutputSpec):
+    """A topic of Kafka."""
+
+    kind: ClassVar[str] = "kafka"
+
+    kafka: KafkaOutputOptions
+    """A topic of Kafka: a mapping of its own, see below. Rows are published at once, without a ``batch_age``, unless
+    one is given."""
+    batch_age_default_ms: ClassVar[int] = 0
+
+
+@dataclass(frozen=True, slots=True)
 class OutputKind:
     """One kind of output."""
 
@@ -123,6 +136,9 @@ _BATCHES: Mapping[str, Value] = {"batch_rows_max": "count", "batch_bytes_max": "
 
 KINDS: dict[str, OutputKind] = {
     "queue": OutputKind(QueueOutputSpec, "shuffle.reducer.outputs.queue:QueueOutput", {"queue": "queue name"}),
+    "kafka": OutputKind(
+        KafkaOutputSpec, OUTBOX, {"kafka": "kafka output", **_BATCHES}, "shuffle.reducer.outputs.kafka:KafkaSink"
+    ),
     "parquet": OutputKind(
         ParquetOutputSpec,
         OUTBOX,

@@ -12,6 +12,7 @@ from typing import Any
 from shuffle.formats.opening import FormatOptions, RegistryOptions
 from shuffle.spec import config, inputs, outputs, spec_file, values
 from shuffle.spec.kafka import KafkaInputOptions
+from shuffle.spec.kafka_output import KafkaOutputOptions
 from shuffle.support import units
 from tools.reference import text
 
@@ -74,6 +75,7 @@ def regions() -> dict[str, str]:
     for section in sections():
         found[f"spec {section or 'top'}"] = _table(section)
     found["spec input.kafka"] = _options_table(KafkaInputOptions, FormatOptions)
+    found["spec output.kafka"] = _options_table(KafkaOutputOptions, FormatOptions)
     found["spec schema_registry"] = _options_table(RegistryOptions)
     return found | {"spec with everything": "```yaml\n" + example() + "```"}
 

@@ -39,6 +39,7 @@ FOLDER_MODULES_MAX = 16
 IMPORTED_ONLY_BY: dict[str, set[str]] = {
     "rocksdict": {"statestore/local/rocks.py", "perf/yardsticks/raw_rocks.py"},
     "pyarrow.flight": {"shuffle/support/flight.py"},
+    "deltalake": {"reducer/outputs/delta.py"},
 }
 """Libraries with traps are behind one module each, which is where the traps are dealt with."""
 

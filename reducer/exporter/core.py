@@ -15,8 +15,9 @@ partition in the table of exports (``ExportState``), and the sink. They change i
 
 Whatever fails in between, the next instance (or this one, which simply starts again) goes on from what is durable:
 
-- Nothing under way: at the row's position. If the sink knows a later one, at that; if it knows an earlier one or none,
-  it is told first, before the row says that anything is under way.
+- Nothing under way: at the row's position. If the sink knows an earlier one or none, it is told first, before the row
+  says that anything is under way. If it knows a later one, that is of another processor of the same name, or the store
+  was restored (``PositionLost``): a clean stop has published everything before it.
 - Under way, and the sink keeps the position: at the sink's. If it has none, it has lost it: what is in the sink cannot
   be known, and so nothing is published (``PositionLost``).
 - Under way, and the sink keeps none: exactly the same rows are published again under the same name.
@@ -136,7 +137,9 @@ class ExporterCore:
             start = state.position
             self._redo_end = state.in_flight_end
         elif not is_under_way:
-            start = max(state.position, sink_position or 0)
+            start = state.position
+            if sink_position is not None and sink_position > start:
+                raise self._ahead(sink_position, start)
         elif sink_position is None or sink_position < state.position:
             raise self._lost(sink_position, state.position)
         else:
@@ -253,6 +256,16 @@ class ExporterCore:
             "created anew or restored? Look at what it has: to go on after all rows that were trimmed, run "
             f"`shuffle exporter SPEC --index {self.partition} --position {position}` once; rows from there on that it "
             "has already would then be there twice",
+            partition=self.partition,
+            sink_position=sink_position,
+            position=position,
+        )
+
+    def _ahead(self, sink_position: int, position: int) -> PositionLost:
+        return PositionLost(
+            f"{self._named}: {self._sink} says {sink_position}, and of this outbox only rows before {position} were "
+            "ever published to it. It has rows of an earlier processor of this name, or the store was restored: give "
+            "the output a new place, or the processor another name",
             partition=self.partition,
             sink_position=sink_position,
             position=position,

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from shuffle.formats.secrets import Given
 from shuffle.limits import MIB
 from shuffle.spec.inputs import Value
 from shuffle.spec.kafka_output import KafkaOutputOptions
@@ -103,6 +104,22 @@ class ParquetOutputSpec(SinkOutputSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaOutputSpec(SinkOutputSpec):
+    """A Delta table."""
+
+    kind: ClassVar[str] = "delta"
+
+    delta: str
+    """A Delta table: its folder, relative to that of the spec, or an address such as ``s3://bucket/table``. It is
+    created if it is not there."""
+    partition_by: tuple[str, ...] = ()
+    """The columns by which a table that is created is partitioned. Default: none."""
+    storage_options: Mapping[str, Given] | None = None
+    """The settings of the library for its storage, under its own names (``AWS_REGION``). A secret is written as
+    ``{env: NAME}`` or ``{file: PATH}``. Default: none."""
+
+
+@dataclass(frozen=True, slots=True)
 class KafkaOutputSpec(SinkOutputSpec):
     """A topic of Kafka."""
 
@@ -144,6 +161,12 @@ KINDS: dict[str, OutputKind] = {
         OUTBOX,
         {"parquet": "place", "partition_by": "names", "compression": ("zstd", "snappy", "lz4", "none"), **_BATCHES},
         "shuffle.reducer.outputs.parquet:ParquetSink",
+    ),
+    "delta": OutputKind(
+        DeltaOutputSpec,
+        OUTBOX,
+        {"delta": "place", "partition_by": "names", "storage_options": "storage options", **_BATCHES},
+        "shuffle.reducer.outputs.delta:DeltaSink",
     ),
 }
 """By the key that names each in the spec."""

@@ -19,6 +19,7 @@ from shuffle.spec.config import RANGES, MapperSpec, ProcessorSpec, ReducerSpec, 
 from shuffle.spec.inputs import KINDS, ClassInputSpec, InputSpec, Value, kinds_in_words
 from shuffle.spec.kafka import input_options
 from shuffle.spec.kafka_output import output_options
+from shuffle.spec.lake_output import storage_options
 from shuffle.spec.options import read_options
 from shuffle.spec.outputs import OutputKind, OutputSpec, kind_named
 from shuffle.spec.values import Reader, _File, _folder, _names, _place, _scalar
@@ -314,6 +315,7 @@ _VALUES: dict[Value, Reader] = {
 }
 _KAFKA_INPUT = _VALUES["kafka input"] = read_options(input_options, _own_value)
 _KAFKA_OUTPUT = _VALUES["kafka output"] = read_options(output_options, _own_value)
+_STORAGE_OPTIONS = _VALUES["storage options"] = read_options(storage_options, _own_value)
 
 
 def _value(takes: Value) -> Reader:

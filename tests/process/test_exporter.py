@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from deltalake import DeltaTable
 
 from shuffle.errors import StoreLocked
 from shuffle.statestore import StateClient
@@ -75,6 +76,26 @@ def test_rows_are_exported_exactly_once_while_everybody_is_killed(spec: Path) ->
     check_order(spec)
     with StateClient.open(spec.parent / "job.state") as client:
         assert all(begin == end for begin, end in client.queue("job/outbox").bounds()), "the outbox is trimmed"
+
+
+def test_rows_reach_a_delta_table_exactly_once_while_everybody_is_killed(spec: Path) -> None:
+    spec.write_text(SPEC.partition("output")[0] + "output: {delta: ./table, batch_rows_max: 500, batch_age: 50ms}\n")
+    expected = fill(spec, ROWS)
+    table = spec.parent / "table"
+
+    def commits() -> int:
+        return len(list((table / "_delta_log").glob("*.json")))
+
+    with running("run", str(spec), "--until-drained", "--no-check") as controller:
+        for victim in ("exporter 0-1", "reducer 0", "statestore", "exporter 0-1"):
+            seen = commits()
+            wait_until(lambda seen=seen: commits() > seen + 2)  # type: ignore[misc]
+            wait_until(lambda victim=victim: victim in children_of(controller.pid))  # type: ignore[misc]
+            os.kill(children_of(controller.pid)[victim], signal.SIGKILL)
+        assert controller.wait(3 * WAIT_S) == 0, spec.with_suffix(".out").read_text()
+    found = DeltaTable(str(table)).to_pyarrow_table()["n"].to_pylist()
+    assert Counter(found) == expected
+    assert DeltaTable(str(table)).transaction_version("job/0") == ROWS
 
 
 @pytest.mark.parametrize("point", POINTS)

@@ -210,6 +210,16 @@ def test_position_ahead_of_the_outbox_is_an_error(client: StateClient) -> None:
     assert place.rows == [0]
 
 
+def test_position_of_an_earlier_processor_of_that_name_is_an_error(client: StateClient) -> None:
+    place = Place(keeps_position=True)
+    place.position = 2
+    append(client, 0, 1, 2)
+    for _ in range(2):  # The second one finds the row that the first has claimed.
+        with pytest.raises(PositionLost, match="says 2, and of this outbox only rows before 0 were ever published"):
+            Exporter(client, place).started()
+    assert place.rows == []
+
+
 def test_outbox_that_somebody_else_has_trimmed_is_an_error(client: StateClient, place: Place) -> None:
     append(client, 0, 1)
     client.queue(OUTBOX).trim(0, 1)

@@ -41,6 +41,7 @@ _KINDS: dict[Any, tuple[str, str]] = {
     spec_file._user_config: ("mapping", ""),
     values._place: ("folder or address", ""),
     values._names: ("list of names", ""),
+    spec_file._STORAGE_OPTIONS: ("mapping", ""),
 }
 """The type of value that each reader accepts, and its range where that is not in ``RANGES``."""
 

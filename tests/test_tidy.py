@@ -40,6 +40,7 @@ IMPORTED_ONLY_BY: dict[str, set[str]] = {
     "rocksdict": {"statestore/local/rocks.py", "perf/yardsticks/raw_rocks.py"},
     "pyarrow.flight": {"shuffle/support/flight.py"},
     "deltalake": {"reducer/outputs/delta.py"},
+    "pyiceberg": {"reducer/outputs/iceberg.py"},
 }
 """Libraries with traps are behind one module each, which is where the traps are dealt with."""
 

@@ -16,7 +16,7 @@ from shuffle.spec.kafka import KafkaInputOptions
 
 Start = Literal["beginning", "earliest_available"]
 _Plain = Literal["queue name", "folder", "class", "place", "names", "count", "size", "duration"]
-Value = _Plain | Literal["kafka input", "kafka output", "storage options"] | tuple[str, ...]
+Value = _Plain | Literal["kafka input", "kafka output", "storage options", "table name"] | tuple[str, ...]
 """The values that a key takes: one of the kinds of value that ``spec_file`` can read, or one of several words."""
 
 

@@ -120,6 +120,20 @@ class DeltaOutputSpec(SinkOutputSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class IcebergOutputSpec(SinkOutputSpec):
+    """An Iceberg table."""
+
+    kind: ClassVar[str] = "iceberg"
+
+    iceberg: str
+    """An Iceberg table, as ``namespace.table``. It is created if it is not there."""
+    catalog: Mapping[str, Given] | None = None
+    """The settings of the catalog, under the names of ``pyiceberg`` (``type``, ``uri``, ``warehouse``), and the
+    ``name`` of the catalog, which is ``default`` unless given. A secret is written as ``{env: NAME}`` or ``{file:
+    PATH}``. Default: the library's own file of settings."""
+
+
+@dataclass(frozen=True, slots=True)
 class KafkaOutputSpec(SinkOutputSpec):
     """A topic of Kafka."""
 
@@ -167,6 +181,12 @@ KINDS: dict[str, OutputKind] = {
         OUTBOX,
         {"delta": "place", "partition_by": "names", "storage_options": "storage options", **_BATCHES},
         "shuffle.reducer.outputs.delta:DeltaSink",
+    ),
+    "iceberg": OutputKind(
+        IcebergOutputSpec,
+        OUTBOX,
+        {"iceberg": "table name", "catalog": "storage options", **_BATCHES},
+        "shuffle.reducer.outputs.iceberg:IcebergSink",
     ),
 }
 """By the key that names each in the spec."""

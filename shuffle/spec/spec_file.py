@@ -200,6 +200,7 @@ def _construct(node: Node) -> Any:
 # Sections ------------------------------------------------------------------------------------------------------------
 
 _COUNT, _SIZE, _DURATION = _number(_parse_count), _number(_parse_bytes), _number(_parse_ms)
+_TABLE = _pattern(re.compile(r"[\w\-]+(\.[\w\-]+)+"), "a table: write it as namespace.table")
 _CLASS = _pattern(_CLASS_NAME, "a class: write it as module:Class, for example my_job:ParseLogs")
 
 _MAPPER: dict[str, Reader] = {
@@ -309,6 +310,7 @@ _VALUES: dict[Value, Reader] = {
     "class": _CLASS,
     "place": _place,
     "names": _names,
+    "table name": _TABLE,
     "count": _COUNT,
     "size": _SIZE,
     "duration": _DURATION,

@@ -98,6 +98,32 @@ def test_rows_reach_a_delta_table_exactly_once_while_everybody_is_killed(spec: P
     assert DeltaTable(str(table)).transaction_version("job/0") == ROWS
 
 
+def test_rows_reach_an_iceberg_table_exactly_once_while_everybody_is_killed(spec: Path) -> None:
+    place = {"type": "sql", "uri": f"sqlite:///{spec.parent}/catalog.db", "warehouse": f"file://{spec.parent}/lake"}
+    (spec.parent / "lake").mkdir()
+    output = {"iceberg": "job.table", "catalog": place, "batch_rows_max": 2_000, "batch_age": "500ms"}
+    spec.write_text(SPEC.partition("output")[0] + f"output: {json.dumps(output)}\n")
+    expected = fill(spec, ROWS)
+
+    def commits() -> int:
+        return len(list((spec.parent / "lake").rglob("*.metadata.json")))
+
+    with running("run", str(spec), "--until-drained", "--no-check") as controller:
+        for victim in ("exporter 0-1", "reducer 0", "statestore", "exporter 0-1"):
+            seen = commits()
+            wait_until(lambda seen=seen: commits() > seen + 1)  # type: ignore[misc]
+            wait_until(lambda victim=victim: victim in children_of(controller.pid))  # type: ignore[misc]
+            os.kill(children_of(controller.pid)[victim], signal.SIGKILL)
+        assert controller.wait(3 * WAIT_S) == 0, spec.with_suffix(".out").read_text()
+    code = f"""
+import json
+from pyiceberg.catalog import load_catalog
+print(json.dumps(load_catalog("default", **{place}).load_table("job.table").scan().to_arrow()["n"].to_pylist()))
+"""
+    read = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert Counter(json.loads(read.stdout)) == expected
+
+
 @pytest.mark.parametrize("point", POINTS)
 def test_exporter_that_dies_at_any_point_loses_and_doubles_nothing(spec: Path, point: str) -> None:
     outbox(spec, 1_000)

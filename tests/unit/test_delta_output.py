@@ -118,7 +118,8 @@ output: {delta: "s3://bucket/t", storage_options: {AWS_REGION: eu, AWS_SECRET_AC
 def test_library_is_imported_by_the_exporter_only() -> None:
     code = (
         "import sys, shuffle.cli, shuffle.run.controller, shuffle.reducer.daemon, shuffle.mapper.daemon,"
-        " shuffle.reducer.exporter.daemon; print([m for m in ('deltalake', 'confluent_kafka') if m in sys.modules])"
+        " shuffle.reducer.exporter.daemon;"
+        " print([m for m in ('deltalake', 'pyiceberg', 'confluent_kafka') if m in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert ran.stdout.strip() == "[]"

@@ -42,6 +42,7 @@ _KINDS: dict[Any, tuple[str, str]] = {
     values._place: ("folder or address", ""),
     values._names: ("list of names", ""),
     spec_file._STORAGE_OPTIONS: ("mapping", ""),
+    spec_file._TABLE: ("`namespace.table`", ""),
 }
 """The type of value that each reader accepts, and its range where that is not in ``RANGES``."""
 

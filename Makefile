@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt tools/java_home.py
 	"$(PYTHON)" -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --build-constraint constraints.txt \
-		--editable '.[dev,kafka,perf,spark]'
+		--editable '.[delta,dev,iceberg,kafka,perf,spark]'
 	$(BIN)/python tools/java_home.py --install >/dev/null
 	@touch $(STAMP)
 

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 DELEGATES = {
     "mapper": ("shuffle.mapper.__main__", "run one mapper of a processor, or several in one process"),
     "reducer": ("shuffle.reducer.__main__", "run one reducer of a processor, or several in one process"),
+    "exporter": ("shuffle.reducer.exporter.__main__", "carry what reducers emit to an output outside of the store"),
     "statestore": ("shuffle.statestore.server.daemon", "serve a state store"),
     "demo": ("shuffle.examples.demo", "see it all work, with processes killed on the way"),
 }
 """Commands that are another module's ``main(arguments)``, with a ``--help`` of its own."""
 
-WORKERS = ("mapper", "reducer")
+WORKERS = ("mapper", "reducer", "exporter")
 """The commands that call ``keep_small`` themselves, since they have to do it before Arrow is imported."""
 
 _EXAMPLES = """\

@@ -29,6 +29,10 @@
     ├── RowsGone                   rows below what the window can still serve
     ├── NotServed                  rows called committed that the mapper never served, and the store knows nothing of it
     ├── FalseClaim                 rows dropped because a request called them committed; the store says they are not
+    ├── ExportError
+    │   ├── PublishUnknown         rows may or may not be outside: the sink's position decides, never a repetition
+    │   ├── SinkRefused            the place does not take the rows, or does not let this exporter in
+    │   └── PositionLost           sink and outbox do not fit together: going on would lose or double rows
     ├── SplitBrain                 another instance of this worker has moved the persisted state
     ├── Outgrown                   the processor has more mappers than this worker knows of
     ├── ThreadDied                 a thread that others depend on has ended: the process must be started again
@@ -247,6 +251,33 @@ class FalseClaim(ShuffleError):
     starts again from its persisted state, and serves them again. Find out who sends such requests."""
 
     code = "false_claim"
+
+
+class ExportError(ShuffleError):
+    """An exporter cannot carry rows out of the store. The errors below say why."""
+
+    code = "export"
+
+
+class PublishUnknown(ExportError):
+    """The connection ended while rows were being published. The exporter opens the sink again and asks for its position
+    by itself; it never publishes them again blindly."""
+
+    code = "publish_unknown"
+
+
+class SinkRefused(ExportError):
+    """The place that an output names does not take the rows, or does not let the exporter in. Nothing was published.
+    The message says what it did not like: mend that, the exporter goes on from there."""
+
+    code = "sink_refused"
+
+
+class PositionLost(ExportError):
+    """The position that a sink keeps does not fit the outbox: one of them was deleted, replaced or restored. Nothing
+    was published, since going on would lose rows or publish them twice. The message says what to do."""
+
+    code = "position_lost"
 
 
 class SplitBrain(ShuffleError):

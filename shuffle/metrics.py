@@ -1,11 +1,11 @@
-"""The metrics of mappers and reducers. ``shuffle.support.metrics`` has their base class, and the endpoint that serves
-them."""
+"""The metrics of mappers, reducers and exporters. ``shuffle.support.metrics`` has their base class, and the endpoint
+that serves them."""
 
 from __future__ import annotations
 
 from shuffle.support.metrics import Metrics, MetricsServer, serve_metrics
 
-__all__ = ["MapperMetrics", "MetricsServer", "ReducerMetrics", "serve_metrics"]
+__all__ = ["ExporterMetrics", "MapperMetrics", "MetricsServer", "ReducerMetrics", "serve_metrics"]
 
 
 class MapperMetrics(Metrics):
@@ -64,3 +64,21 @@ class ReducerMetrics(Metrics):
 
     def count_conflict(self) -> None:
         self.conflicts.inc()
+
+
+class ExporterMetrics(Metrics):
+    def __init__(self, processor: str, index: int, enabled: bool = True, beside: ExporterMetrics | None = None) -> None:
+        super().__init__(processor, "exporter", index, enabled, beside)
+        self.exported_rows = self._counter("exported_rows", "Rows published to the output")
+        self.exported_bytes = self._counter("exported_bytes", "Bytes of the rows published to the output, as in memory")
+        self.publishes = self._counter("publishes", "Batches published to the output")
+        self.export_lag_rows = self._gauge("export_lag_rows", "Rows of the outbox that are not published yet")
+        self.split_brains = self._counter("split_brains", "Times another instance of this worker was noticed")
+        self.restarts = self._counter("restarts", "Times the pipeline started again from the persisted state")
+        self.publish_seconds = self._seconds("publish_seconds", "Time of one publication")
+
+    def count_publish(self, rows: int, size_bytes: int, seconds: float) -> None:
+        self.publishes.inc()
+        self.exported_rows.inc(rows)
+        self.exported_bytes.inc(size_bytes)
+        self.publish_seconds.observe(seconds)

@@ -39,6 +39,8 @@ FOLDER_MODULES_MAX = 16
 IMPORTED_ONLY_BY: dict[str, set[str]] = {
     "rocksdict": {"statestore/local/rocks.py", "perf/yardsticks/raw_rocks.py"},
     "pyarrow.flight": {"shuffle/support/flight.py"},
+    "deltalake": {"reducer/outputs/delta.py"},
+    "pyiceberg": {"reducer/outputs/iceberg.py"},
 }
 """Libraries with traps are behind one module each, which is where the traps are dealt with."""
 
@@ -61,6 +63,8 @@ PURE_MODULES = (
     "mapper/spill/stragglers.py",
     "reducer/core.py",
     "reducer/cycle.py",
+    "reducer/exporter/core.py",
+    "reducer/exporter/cycle.py",
     "statestore/engine/conflicts.py",
     "statestore/engine/leases.py",
 )

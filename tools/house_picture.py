@@ -37,11 +37,12 @@ FLOORS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (
         "workers",
         (
+            ("exporter", "outbox to outside"),
             ("reducer", "fetch, reduce, commit"),
             ("mapper", "ingest, map, GetRows, trim"),
             ("mapper.spill", "stragglers"),
             ("preflight", "checks before the start"),
-            ("reducer.outputs", "queue"),
+            ("reducer.outputs", "queue, outside"),
             ("mapper.readers", "queue, folder"),
             ("mapper.window", "window, bucket"),
         ),
@@ -92,7 +93,7 @@ def colour(part: str) -> str:
     family = part.partition(".")[0]
     if family in ("store", "statestore"):
         return _COLOURS["store"]
-    if family in ("mapper", "reducer"):
+    if family in ("mapper", "reducer", "exporter"):
         return _COLOURS["workers"]
     if family == "spark":
         return _COLOURS["spark"]

@@ -50,6 +50,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mapper.spill", ("shuffle.mapper.spill",)),
     ("mapper", ("shuffle.mapper",)),
     ("reducer", ("shuffle.reducer",)),
+    ("exporter", ("shuffle.reducer.exporter",)),
     ("run", ("shuffle.run",)),
     ("spark.base", tuple(f"shuffle.spark_connector.{name}" for name in SPARK_BASE)),
     ("spark.source", ("shuffle.spark_connector.source",)),

@@ -9,7 +9,9 @@ import pyarrow as pa
 
 from shuffle.api import Emit
 from shuffle.errors import SpecError
+from shuffle.reducer.outputs.outbox import OutboxOutput
 from shuffle.reducer.outputs.output import Output
+from shuffle.reducer.outputs.sink import Sink, SinkPlace
 from shuffle.spec.config import ProcessorSpec
 from shuffle.spec.outputs import IS_INPUT, KINDS
 
@@ -17,13 +19,31 @@ if TYPE_CHECKING:
     from shuffle.statestore import StateClient, Transaction
 
 
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def open_sink(spec: ProcessorSpec, client: StateClient, partition: int) -> Sink:
+    """The sink of one partition of the outbox, not yet opened; ``UnknownTable`` while there is no outbox."""
+    assert spec.output is not None
+    path = KINDS[spec.output.kind].sink
+    assert path is not None, f"{spec.output.kind} is no place outside of the state store"
+    schema = client.queue(spec.outbox).schema
+    make = _load(path)
+    sink: Sink = make(SinkPlace(spec.output.config, spec.path.parent, spec.processor, partition, schema))
+    return sink
+
+
 def open_output(spec: ProcessorSpec, client: StateClient) -> Output | None:
     """The output of ``spec``, which can take rows; None if the spec names none."""
     if spec.output is None:
         return None
-    module, _, name = KINDS[spec.output.kind].implementation.partition(":")
-    make: Any = getattr(importlib.import_module(module), name)
-    opened: Output = make(spec.output.config, spec.path.parent)
+    opened: Output
+    if spec.output.is_outside:
+        opened = OutboxOutput(spec, client)
+    else:
+        opened = _load(KINDS[spec.output.kind].implementation)(spec.output.config, spec.path.parent)
     try:
         opened.prepare(client, spec.reducer.count)
     except SpecError as error:

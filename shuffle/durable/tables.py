@@ -6,6 +6,8 @@
     PROCESSOR/reads                     the order in which mappers of several partitions read them (``read_order``)
     PROCESSOR/meta                      the fingerprint, and which Spark query reads the processor (``query_lease``)
     PROCESSOR/emitted                   where the rows of a batch begin that reducers under Spark hand over to Spark
+    PROCESSOR/exports                   one row for each exporter: what is outside already (``export_state``)
+    PROCESSOR/outbox                    a queue: rows on their way to an output outside of the store
     PROCESSOR/spill/MAPPER              a queue: the spilled rows themselves, with a partition for each reducer
     PROCESSOR/ROLE_dead_letters         a queue: rows that ``map`` or ``reduce`` refused, unless the spec names another
 
@@ -49,6 +51,14 @@ def emitted_table(processor: str) -> str:
     return f"{processor}/emitted"
 
 
+def exports_table(processor: str) -> str:
+    return f"{processor}/exports"
+
+
+def outbox_queue(processor: str) -> str:
+    return f"{processor}/outbox"
+
+
 def spill_queue(processor: str, mapper_index: int) -> str:
     return f"{processor}/spill/{mapper_index}"
 
@@ -63,6 +73,10 @@ def mappers_group(processor: str) -> str:
 
 def reducers_group(processor: str) -> str:
     return f"{processor}/reducers"
+
+
+def exporters_group(processor: str) -> str:
+    return f"{processor}/exporters"
 
 
 def query_group(processor: str) -> str:

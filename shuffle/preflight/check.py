@@ -17,6 +17,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
+from shuffle.durable.export_state import EXPORTS_KEY, EXPORTS_VALUE
 from shuffle.durable.mapper_state import MAPPERS_KEY, MAPPERS_VALUE
 from shuffle.durable.meta import META_KEY, META_VALUE
 from shuffle.durable.read_order import READS_KEY, READS_VALUE
@@ -103,4 +104,6 @@ def create_tables(spec: ProcessorSpec, client: StateClient) -> None:
     if spec.mapper.partitions_per_mapper > 1:
         client.create_table(spec.reads_table, key=READS_KEY, value=READS_VALUE, if_not_exists=True)
     client.create_table(spec.reducers_table, key=REDUCERS_KEY, value=REDUCERS_VALUE, if_not_exists=True)
+    if spec.output is not None and spec.output.is_outside:
+        client.create_table(spec.exports_table, key=EXPORTS_KEY, value=EXPORTS_VALUE, if_not_exists=True)
     create_consumers_table(client)

@@ -1,11 +1,13 @@
-"""``shuffle run``: starts, watches and stops the store (if it is embedded), the mappers and the reducers as processes.
+"""``shuffle run``: starts, watches and stops the store (if it is embedded), mappers, reducers and exporters.
 
 1. The store: if ``state`` is a folder that no daemon serves, one is started for it. If a daemon that another process
    has started serves it and ends, one is started in its place.
 2. The spec is checked against the store, and ``map`` on a sample of the input; nothing else runs before that.
-3. Mappers and reducers are started; processes that die are started again, after waits that grow.
+3. Mappers, reducers and, if the output is outside of the store, the exporter are started; processes that die are
+   started again, after waits that grow.
 4. The end: Ctrl-C, SIGTERM, or ``--until-drained`` and everything is committed. Reducers stop first, so that the rows
-   they have fetched are still acknowledged; then mappers, which persist their positions; then the store.
+   they have fetched are still acknowledged; then the exporter, which publishes what they have emitted; then mappers,
+   which persist their positions; then the store.
 
 If a controller is killed, its children are killed, too (``shuffle.run.launch``); the durable state is enough to go on.
 """
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
 STATE_ENVIRONMENT = "SHUFFLE_STATE"
 """The environment variable with which workers get the address of the store."""
+MODULES = {"mapper": "shuffle.mapper", "reducer": "shuffle.reducer", "exporter": "shuffle.reducer.exporter"}
+"""The Python module that a worker of each role runs."""
 TICK_S = 0.1
 """Seconds between two rounds of the loop that watches the processes."""
 LOOK_S = 1.0
@@ -164,6 +168,7 @@ class Controller:
         hosted = {
             "mapper": share_out(mapper_count, spec.mapper.per_process),
             "reducer": share_out(reducer_count, spec.reducer.per_process),
+            "exporter": [range(spec.reducer.count)] if spec.output is not None and spec.output.is_outside else [],
         }
         workers = {role: [self._start(role, indexes, logs) for indexes in of] for role, of in hosted.items()}  # 3
         self._say(f"{spec.processor}: {mapper_count} mappers, {reducer_count} reducers, logs in {logs}")
@@ -183,7 +188,7 @@ class Controller:
             if self._signal is not None:
                 self._say(f"{spec.processor}: stopping; a second Ctrl-C kills what is left")
                 self._ending = "stopped; the next `shuffle run` goes on from here"
-            for role in ("reducer", "mapper"):  # 4
+            for role in ("reducer", "exporter", "mapper"):  # 4
                 self._supervisor.stop(workers[role])
         if self._ending:
             self._say(f"{spec.processor}: {self._ending}{dead_letter_note(spec, client)}")
@@ -201,7 +206,9 @@ class Controller:
         arguments = [os.fspath(self._given.path), "--index", text]
         workers = [f"{role} {index}" for index in indexes]
         log_path = logs / f"{role}-{text}.log"
-        child = Child(f"{role} {text}", f"shuffle.{role}", lambda: arguments, log_path, workers=workers)
+        if role == "exporter" and self._options.until_drained:
+            arguments.append("--draining")
+        child = Child(f"{role} {text}", MODULES[role], lambda: arguments, log_path, workers=workers)
         return self._supervisor.add(child)
 
     def _check_first_rows(self, spec: ProcessorSpec, client: StateClient, mapper_count: int) -> bool:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from shuffle.discovery import MapperAddress, arrange_mappers
 from shuffle.durable.reducer_state import ReducerState
-from shuffle.durable.tables import mappers_group, reducers_group
+from shuffle.durable.tables import exporters_group, mappers_group, reducers_group
 from shuffle.errors import ShuffleError, UnknownTable
 from shuffle.ids import Token
 from shuffle.mapper.readers.opening import open_input
 from shuffle.preflight.check import count_partitions
 from shuffle.run.dead_letters import DeadLetterQueue, dead_letter_queues
+from shuffle.run.drain import outbox_rows
 from shuffle.spec.config import ProcessorSpec
 from shuffle.support import flight
 
@@ -93,6 +94,21 @@ class ReducerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ExporterStatus:
+    """The status of one exporter."""
+
+    index: int
+    """The index of the exporter, which is that of the reducer whose rows it carries."""
+    position: int
+    """The persisted position in the outbox: all rows before it are outside."""
+    waiting_rows: int
+    """The number of rows in the outbox after that position. Those that were published in the last second may be among
+    them."""
+    instances: list[str] = field(default_factory=list)
+    """The guids registered for this index."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessorStatus:
     """The status of one streaming processor."""
 
@@ -106,6 +122,8 @@ class ProcessorStatus:
     """The reducers, by index."""
     dead_letters: list[DeadLetterQueue] = field(default_factory=list)
     """The dead-letter queues that exist."""
+    exporters: list[ExporterStatus] = field(default_factory=list)
+    """The exporters, by index; empty unless the output is outside of the state store."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -170,7 +188,30 @@ class StatusCollector:
             mappers,
             self._reducers(reducer_rows, mapper_count, live.values()),
             dead_letter_queues(spec, client),
+            self._exporters(),
         )
+
+    def _exporters(self) -> list[ExporterStatus]:
+        waiting = outbox_rows(self._spec, self._client)
+        if not waiting:
+            return []
+        guids = self._guids(exporters_group(self._spec.processor))
+        try:
+            rows = self._client.scan(self._spec.exports_table).read_all().to_pylist()
+        except UnknownTable:  # It never ran.
+            rows = []
+        positions = {row["partition"]: row["position"] for row in rows}
+        return [
+            ExporterStatus(index, positions.get(index, 0), count, guids.get(index, []))
+            for index, count in enumerate(waiting)
+        ]
+
+    def _guids(self, group: str) -> dict[int, list[str]]:
+        """The registered instances of each worker of a group, by index."""
+        guids: dict[int, list[str]] = {}
+        for member in self._client.leases.members(group):
+            guids.setdefault(int(member.attributes.get("index", "-1")), []).append(member.name)
+        return guids
 
     def _persisted(self) -> tuple[dict[int, dict[str, Any]], dict[int, bytes]]:
         try:
@@ -187,9 +228,7 @@ class StatusCollector:
     def _reducers(
         self, rows: dict[int, bytes], mapper_count: int, live: Iterable[dict[str, Any] | None]
     ) -> list[ReducerStatus]:
-        guids: dict[int, list[str]] = {}
-        for member in self._client.leases.members(reducers_group(self._spec.processor)):
-            guids.setdefault(int(member.attributes.get("index", "-1")), []).append(member.name)
+        guids = self._guids(reducers_group(self._spec.processor))
         responses = [response for response in live if response is not None]
         reducers = []
         for index in range(max(self._spec.reducer.count, *(index + 1 for index in rows), 1)):

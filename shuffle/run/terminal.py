@@ -49,14 +49,17 @@ class Rates:
         for reducer in status.reducers:
             positions[f"reducer {reducer.index}"] = sum(index + 1 for index in reducer.committed_row_indices)
             positions[f"spill {reducer.index}"] = reducer.spilled_bytes_ever
+        for exporter in status.exporters:
+            positions[f"exporter {exporter.index}"] = exporter.position
         positions["total"] = status.committed_rows
         self._looks.append((now_s, positions))
         while len(self._looks) > 2 and self._looks[1][0] <= now_s - RATE_WINDOW_S:
             self._looks.popleft()
 
     def of(self, name: str) -> float | None:
-        """The rows per second of ``mapper I`` (rows read), ``reducer I`` (shuffle indexes passed) or ``total``, or the
-        bytes per second of ``spill I`` (spilled for that reducer); None if it is not known yet."""
+        """The rows per second of ``mapper I`` (rows read), ``reducer I`` (shuffle indexes passed), ``exporter I`` (rows
+        exported) or ``total``, or the bytes per second of ``spill I`` (spilled for that reducer); None if it is not
+        known yet."""
         if len(self._looks) < 2:
             return None
         (begin_s, first), (end_s, last) = self._looks[0], self._looks[-1]
@@ -77,6 +80,8 @@ def render(
     children = children or {}
     title = Text.assemble(("streaming processor ", "dim"), (status.processor, "bold"), (f"  {note}", "dim"))
     parts: list[RenderableType] = [title, _mappers(status, rates, children), _reducers(status, rates, children)]
+    if status.exporters:
+        parts.append(_exporters(status, rates, children))
     if words := dead_letter_summary(status.dead_letters):
         parts.append(Text(f"{words}; `shuffle dead-letters SPEC show` prints them", style="yellow"))
     # The error of a process is shown once, however many workers it has.
@@ -138,6 +143,22 @@ def _reducers(status: ProcessorStatus, rates: Rates, children: Mapping[str, Chil
     return table
 
 
+def _exporters(status: ProcessorStatus, rates: Rates, children: Mapping[str, ChildView]) -> Table:
+    restarts = ["restarts"] if children else []
+    table = _table("exporter", "state", "rows/s", "waiting", "exported", *restarts)
+    for exporter in status.exporters:
+        name = f"exporter {exporter.index}"
+        table.add_row(
+            name,
+            _state(exporter.instances, children.get(name)),
+            _rate(rates.of(name)),
+            _count(exporter.waiting_rows),
+            _count(exporter.position),
+            *_restarts(name, children),
+        )
+    return table
+
+
 def _state(instances: list[str], child: ChildView | None, responded: bool = True) -> Text:
     if child is not None and not child.running:
         return Text("down", style="red")
@@ -178,7 +199,12 @@ def progress_line(status: ProcessorStatus, rates: Rates, restarts: int | None, r
         f"{status.processor}: {up} of {workers} up,"
         f" {_count(status.committed_rows)} rows done, {_rate(rates.of('total'))} rows/s,"
         f" read lag {_count(lag)}, window {_bytes(window_bytes)}"
-    ) + (_spill_words(status) + _dead_letter_words(status) + ("" if restarts is None else f", restarts {restarts}"))
+    ) + (
+        _spill_words(status)
+        + _outbox_words(status)
+        + _dead_letter_words(status)
+        + ("" if restarts is None else f", restarts {restarts}")
+    )
 
 
 def _spill_words(status: ProcessorStatus) -> str:
@@ -188,6 +214,14 @@ def _spill_words(status: ProcessorStatus) -> str:
     names = ", ".join(str(reducer.index) for reducer in late)
     rows, nbytes = sum(reducer.spilled_rows for reducer in late), sum(reducer.spilled_bytes for reducer in late)
     return f", spilled {_count(rows)} rows ({_bytes(nbytes)}) for reducer {names}"
+
+
+def _outbox_words(status: ProcessorStatus) -> str:
+    if not status.exporters:
+        return ""
+    waiting = sum(exporter.waiting_rows for exporter in status.exporters)
+    down = sum(not exporter.instances for exporter in status.exporters)
+    return f", outbox {_count(waiting)} rows" + (f" ({down} exporters down)" if down else "")
 
 
 def _dead_letter_words(status: ProcessorStatus) -> str:

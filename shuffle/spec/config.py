@@ -173,8 +173,8 @@ class ProcessorSpec:
     metrics: bool | int = True
     """The port on which each worker serves Prometheus metrics over HTTP: ``true`` is any free port, and with ``false``
     they are not served. A number is the first port of a range in which the reducers come before the mappers; a process
-    with several mappers takes the port of its first one, and a store that ``shuffle run`` starts the port before the
-    range. Default: true."""
+    with several mappers takes the port of its first one. A store that ``shuffle run`` starts takes the port before the
+    range, and exporters those before that one, downwards. Default: true."""
     path: Path = Path("<none>")
     """The file from which the spec was read."""
     lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
@@ -210,6 +210,15 @@ class ProcessorSpec:
         return tables.spills_table(self.processor)
 
     @property
+    def exports_table(self) -> str:
+        return tables.exports_table(self.processor)
+
+    @property
+    def outbox(self) -> str:
+        """The queue for rows on their way to an output outside of the state store."""
+        return tables.outbox_queue(self.processor)
+
+    @property
     def meta_table(self) -> str:
         return tables.meta_table(self.processor)
 
@@ -218,10 +227,12 @@ class ProcessorSpec:
         named = self.mapper.dead_letter_queue if role == "mapper" else self.reducer.dead_letter_queue
         return named or tables.dead_letter_queue(self.processor, role)
 
-    def metrics_port(self, role: Literal["mapper", "reducer"], index: int) -> int | None:
+    def metrics_port(self, role: Literal["mapper", "reducer", "exporter"], index: int) -> int | None:
         """The port on which a worker serves its metrics: 0 for any free one, None if it serves none."""
         if isinstance(self.metrics, bool):
             return 0 if self.metrics else None
+        if role == "exporter":
+            return self.metrics - 2 - index
         return self.metrics + index + (self.reducer.count if role == "mapper" else 0)
 
     def store_metrics_port(self) -> int | None:
@@ -313,6 +324,9 @@ RANGES: dict[str, tuple[int, int]] = {
     "fetch_wait_ms": (0, WAIT_MS_MAX),
     "reducer.batch_rows_max": (1, TRANSACTION_ROWS_MAX),
     "reducer.batch_bytes_max": (1024, TRANSACTION_BYTES_MAX),
+    "output.batch_rows_max": (1, 100_000_000),
+    "output.batch_bytes_max": (1024, 1 * GIB),
+    "batch_age_ms": (0, 86_400_000),
     "backoff_ms": (1, 600_000),
     "backoff_ms_max": (1, 600_000),
     "max_parallelism": (1, 32_768),

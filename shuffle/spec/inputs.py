@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Literal
 from shuffle.spec.kafka import KafkaInputOptions
 
 Start = Literal["beginning", "earliest_available"]
-Value = Literal["queue name", "folder", "class", "kafka input"] | tuple[str, ...]
+_Plain = Literal["queue name", "folder", "class", "place", "names", "count", "size", "duration"]
+Value = _Plain | Literal["kafka input", "kafka output", "storage options", "table name"] | tuple[str, ...]
 """The values that a key takes: one of the kinds of value that ``spec_file`` can read, or one of several words."""
 
 

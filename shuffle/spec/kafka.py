@@ -47,6 +47,8 @@ class KafkaInputOptions:
     metadata: tuple[str, ...] = ()
     """What rows have beside the columns of the value: ``key``, ``headers``, ``timestamp``, ``topic``, ``partition``,
     ``offset``, as columns ``_key`` and so on. The format ``raw`` has them all."""
+    fast_path: bool = True
+    """Whether batches of records may be read as a whole, without the client, where that is possible. Default: true."""
     value: FormatOptions = field(default_factory=FormatOptions)
 
 
@@ -55,7 +57,7 @@ def input_options(given: Any, note: Note) -> KafkaInputOptions | None:
     if not isinstance(given, Mapping):
         note("", "a mapping with topics, properties, format and so on is needed here")
         return None
-    known = ("topics", "pattern", "properties", "group", "start", "metadata", *FORMAT_KEYS)
+    known = ("topics", "pattern", "properties", "group", "start", "metadata", "fast_path", *FORMAT_KEYS)
     checked = _Checked(given, known, note)
     topics = _topics(checked)
     pattern = checked.text("pattern")
@@ -73,6 +75,7 @@ def input_options(given: Any, note: Note) -> KafkaInputOptions | None:
         checked.text("group"),
         _start(checked, topics),
         _metadata(checked),
+        _flag(checked, "fast_path", True),
         format_options(checked),
     )
     return None if checked.mistaken else made
@@ -184,6 +187,14 @@ def _offsets(checked: _Checked, value: Any, topics: tuple[str, ...]) -> Mapping[
         for topic in set(value) - set(topics):
             checked.wrong("start.offsets", f"{topic!r} is none of the topics")
     return {str(topic): dict(of) for topic, of in value.items()}
+
+
+def _flag(checked: _Checked, key: str, default: bool) -> bool:
+    value = checked.given.get(key, default)
+    if not isinstance(value, bool):
+        checked.wrong(key, "is neither true nor false")
+        return default
+    return value
 
 
 def _metadata(checked: _Checked) -> tuple[str, ...]:

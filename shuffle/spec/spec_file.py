@@ -18,8 +18,11 @@ from shuffle.limits import NAME_BYTES_MAX
 from shuffle.spec.config import RANGES, MapperSpec, ProcessorSpec, ReducerSpec, SpillSpec, relation_mistakes
 from shuffle.spec.inputs import KINDS, ClassInputSpec, InputSpec, Value, kinds_in_words
 from shuffle.spec.kafka import input_options
+from shuffle.spec.kafka_output import output_options
+from shuffle.spec.lake_output import storage_options
 from shuffle.spec.options import read_options
 from shuffle.spec.outputs import OutputKind, OutputSpec, kind_named
+from shuffle.spec.values import Reader, _File, _folder, _names, _place, _scalar
 from shuffle.spec.yaml_file import Node, compose_file, in_one_line
 from shuffle.support.endpoint import HOST_MAYBE_PORT, HOST_PORT
 from shuffle.support.suggest import did_you_mean
@@ -28,49 +31,7 @@ from shuffle.support.units import NUMBER_CHARS_MAX, TEXT_SHOWN_MAX, parse_durati
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _CLASS_NAME = re.compile(r"[A-Za-z_][\w]*(\.[A-Za-z_][\w]*)*:[A-Za-z_][\w]*(\.[A-Za-z_][\w]*)*")
 
-Reader = Callable[["_File", str, Node], Any]
-"""A function that reads one value; it gets the path of the key (``mapper.class``), and returns None after noting a
-mistake."""
-
-
-class _File:
-    """The file being read, and the mistakes found so far."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.folder = path.resolve().parent
-        self.mistakes: list[tuple[int, str]] = []
-        self.lines: dict[str, int] = {}
-
-    def note(self, key_path: str, node: Node | None, what: str) -> None:
-        line = node.start_mark.line + 1 if node is not None else self._line_of(key_path)
-        self.mistakes.append((line, f"{self.path}:{line}: {key_path + ': ' if key_path else ''}{what}"))
-
-    def _line_of(self, key_path: str) -> int:
-        """The line of the key ``key_path``, or of the nearest section around it that is in the file."""
-        while key_path and key_path not in self.lines:
-            key_path = key_path.rpartition(".")[0]
-        return self.lines.get(key_path, 1)
-
-    def raise_if_mistaken(self) -> None:
-        if self.mistakes:
-            texts = [text for _, text in sorted(self.mistakes, key=lambda mistake: mistake[0])]
-            raise SpecError("\n".join(texts), path=str(self.path), mistakes=texts)
-
-
 # Readers of one value ------------------------------------------------------------------------------------------------
-
-
-def _scalar(file: _File, key_path: str, node: Node) -> str | None:
-    if isinstance(node, yaml.ScalarNode) and node.tag != "tag:yaml.org,2002:null":
-        text = str(node.value)
-        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-            file.note(key_path, node, f"{quoted(text)} has a character that no name, path or number has")
-            return None
-        return text
-    given = {"sequence": "a list", "mapping": "a mapping"}.get(getattr(node, "id", ""), "nothing")
-    file.note(key_path, node, f"a single value is needed here, not {given}")
-    return None
 
 
 def _number(parse: Callable[[str, str], int]) -> Reader:
@@ -145,24 +106,6 @@ def _queue_name(file: _File, key_path: str, node: Node) -> str | None:
         file.note(key_path, node, f"a name has 1 to {NAME_BYTES_MAX} bytes")
         return None
     return text
-
-
-def _folder(file: _File, key_path: str, node: Node, text: str | None = None) -> str | None:
-    """The absolute path of a folder. ``text`` is the path in the node, if the node has more than that."""
-    text = _scalar(file, key_path, node) if text is None else text
-    if text == "":
-        file.note(key_path, node, "a folder is needed here")
-        return None
-    if text is None:
-        return None
-    if "://" in text:
-        file.note(key_path, node, f"{quoted(text)} is an address, and a folder is needed here")
-        return None
-    try:
-        return str((file.folder / Path(text).expanduser()).resolve())
-    except (OSError, RuntimeError, ValueError) as error:  # The home of an unknown user, a long name, a cycle of links.
-        file.note(key_path, node, f"{quoted(text)} is not a folder: {error}")
-        return None
 
 
 def _state(file: _File, key_path: str, node: Node) -> str | None:
@@ -257,6 +200,7 @@ def _construct(node: Node) -> Any:
 # Sections ------------------------------------------------------------------------------------------------------------
 
 _COUNT, _SIZE, _DURATION = _number(_parse_count), _number(_parse_bytes), _number(_parse_ms)
+_TABLE = _pattern(re.compile(r"[\w\-]+(\.[\w\-]+)+"), "a table: write it as namespace.table")
 _CLASS = _pattern(_CLASS_NAME, "a class: write it as module:Class, for example my_job:ParseLogs")
 
 _MAPPER: dict[str, Reader] = {
@@ -309,6 +253,7 @@ _ALIASES = {
     "backoff_max": "backoff_ms_max",
     "lease_ttl": "lease_ttl_ms",
     "age": "age_ms",
+    "batch_age": "batch_age_ms",
 }
 
 _REMOVED = {
@@ -360,8 +305,20 @@ def _did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
     return did_you_mean(word, known, f"; known here: {', '.join(sorted(known))}")
 
 
-_VALUES: dict[Value, Reader] = {"queue name": _queue_name, "folder": _folder, "class": _CLASS}
+_VALUES: dict[Value, Reader] = {
+    "queue name": _queue_name,
+    "folder": _folder,
+    "class": _CLASS,
+    "place": _place,
+    "names": _names,
+    "table name": _TABLE,
+    "count": _COUNT,
+    "size": _SIZE,
+    "duration": _DURATION,
+}
 _KAFKA_INPUT = _VALUES["kafka input"] = read_options(input_options, _own_value)
+_KAFKA_OUTPUT = _VALUES["kafka output"] = read_options(output_options, _own_value)
+_STORAGE_OPTIONS = _VALUES["storage options"] = read_options(storage_options, _own_value)
 
 
 def _value(takes: Value) -> Reader:

@@ -17,6 +17,7 @@ from shuffle.errors import (
     CorruptData,
     Expired,
     FormatTooNew,
+    PublishUnknown,
     ServiceUnavailable,
     ShuffleError,
     SplitBrain,
@@ -36,7 +37,16 @@ JITTER = 0.5
 LASTING = (MemoryError, CorruptData, FormatTooNew, StoreNotWritable, StoreLocked)
 """Errors of the store or of the machine that do not pass by themselves: the worker ends with them."""
 
-_TROUBLE = (StoreError, CommitConflict, CommitUnknown, Expired, ServiceUnavailable, SplitBrain, MemoryError)
+_TROUBLE = (
+    StoreError,
+    CommitConflict,
+    CommitUnknown,
+    Expired,
+    ServiceUnavailable,
+    SplitBrain,
+    PublishUnknown,
+    MemoryError,
+)
 """Errors that are caused by the store, by a service around us or by the machine, not by a row or the user's code."""
 
 _CAUSES_MAX = 32

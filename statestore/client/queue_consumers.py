@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from shuffle.errors import UnknownTable
+from shuffle.errors import BadInput, CommitConflict, UnknownTable
 
 if TYPE_CHECKING:
     from shuffle.statestore.client.client import StateClient
@@ -61,6 +61,27 @@ def register_consumer(client: StateClient, tx: Transaction, consumer: str, queue
     if queue is not None:
         tx.write(CONSUMERS_TABLE, pa.table([[queue], [requested[queue]], [consumer]], schema=_ROW))
     return True
+
+
+def reserve_queue(client: StateClient, consumer: str, queue: str) -> None:
+    """Register ``consumer`` for ``queue`` in a transaction of its own, unless it is; ``BadInput`` if the queue has
+    another one. ``UnknownTable`` if there is no such queue."""
+    while queue_consumers(client).get(queue) != consumer:
+        with client.transaction() as tx:
+            found = queue_consumers(client, tx).get(queue)
+            if found is not None and found != consumer:
+                raise BadInput(
+                    f"the queue {queue!r} is consumed by {found!r}: if that is over for good, run `shuffle state "
+                    f"release STORE {queue}`",
+                    queue=queue,
+                )
+            try:
+                register_consumer(client, tx, consumer, queue)
+                tx.commit()
+            except KeyError:
+                raise UnknownTable(f"there is no queue {queue!r}", table=queue) from None
+            except CommitConflict:
+                continue  # Another one registers for another queue at the same time.
 
 
 def release_consumer(client: StateClient, queue: str) -> None:

@@ -11,12 +11,15 @@ from shuffle.mapper.readers.kafka.input import KafkaInput
 from shuffle.spec.kafka import input_options
 from shuffle.statestore import StateClient
 
+FAST_PATH = True
+"""Whether inputs may use the fast path, where a test does not say so; tests of readers are made with both."""
+
 JSON = {"format": "json", "schema": {"n": "int64", "s": "string"}}
 
 
 def kafka_input(address: str, topics: str | list[str] | None, folder: Path = Path(), **options: Any) -> KafkaInput:
     """An input with its options, as a spec would have them."""
-    given: dict[str, Any] = {"properties": {"bootstrap.servers": address}, **options}
+    given: dict[str, Any] = {"properties": {"bootstrap.servers": address}, "fast_path": FAST_PATH, **options}
     if topics is not None:
         given["topics"] = topics
     mistakes: list[str] = []

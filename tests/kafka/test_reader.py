@@ -17,6 +17,7 @@ from shuffle.ids import Token
 from shuffle.mapper.reader import START, PartitionReader
 from shuffle.mapper.readers.kafka import client
 from shuffle.mapper.readers.kafka.positions import Position, decode, encode
+from tests.kafka import inputs
 from tests.kafka.inputs import JSON, kafka_input
 from tests.kafka.topics import Topics
 from tests.waiting import wait_until
@@ -60,6 +61,12 @@ def read_often(reader: PartitionReader, token: Token, times: int) -> None:
 
 def in_a_row(batches: list[tuple[list[dict[str, Any]], Token]]) -> list[dict[str, Any]]:
     return [row for rows, _ in batches for row in rows]
+
+
+@pytest.fixture(params=[True, False], ids=["fast", "plain-client"], autouse=True)
+def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test with the fast path, and without."""
+    monkeypatch.setattr(inputs, "FAST_PATH", request.param)
 
 
 @pytest.fixture(params=["plain", "lz4", "gaps"])
@@ -353,7 +360,7 @@ def test_broker_away_is_said_and_waited_for(own_broker: Broker) -> None:
     reader.wait_ms = 1_000
     [(rows, token)] = read_all(reader, 10)
     own_broker.kill()
-    with pytest.raises(ServiceUnavailable, match=r"reading .*; waiting for it"):
+    with pytest.raises(ServiceUnavailable, match=r"Kafka: .*; waiting for it"):
         read_often(reader, token, 30)
     source.known_partitions = json.dumps({"first": 1, "names": [[name, 0]]})
     assert source.partition_count() == 1, "what is known is enough"

@@ -300,7 +300,7 @@ def test_each_role_killed_where_it_hurts_most_loses_and_doubles_nothing(tmp_path
 @pytest.mark.parametrize("round_number", range(ROUNDS))
 def test_each_role_killed_at_every_place_loses_and_doubles_nothing(tmp_path: Path, round_number: int) -> None:
     # Another order each time, but what happens only before the first state has to come first.
-    points = sorted(POINTS)
+    points = sorted(point for point in POINTS if not point.startswith("exporter."))  # Those: test_exporter.
     turn = round_number % len(points)
     turned = points[turn:] + points[:turn]
     killed_at(tmp_path, [FIRST, *(point for point in turned if point != FIRST)], nth=1 + round_number % 4)

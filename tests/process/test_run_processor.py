@@ -124,7 +124,7 @@ def children_of(pid: int) -> dict[str, int]:
             except (OSError, IndexError):
                 continue
             if parent == pid and "shuffle.run.launch" in words:
-                role = words[words.index("shuffle.run.launch") + 2].removeprefix("shuffle.")
+                role = words[words.index("shuffle.run.launch") + 2].removeprefix("shuffle.").removeprefix("reducer.")
                 index = words[words.index("--index") + 1] if "--index" in words else ""
                 found[f"{role} {index}".strip()] = int(entry.name)
     return found

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from tests.sim.export_checker import ExportChecker
 from tests.sim.grouping import GroupChecker
 from tests.sim.spill_checker import SpillChecker
 from tests.sim.tail_checker import Tail, TailChecker, produced_rows
@@ -72,6 +73,7 @@ class Checkers:
         self._spills = SpillChecker(oracle, disk, names.queues)
         self._transactions = TransactionChecker()
         self.tails = TailChecker(oracle, self.violated)
+        self.exports = ExportChecker(oracle, disk, names.queues.get("job/outbox"), self.violated)
         partitions = range(len(oracle.workload.partitions))
         self._input_keys = [names.queues["input"] + struct.pack(">I", partition) + b"p" for partition in partitions]
         self._queues = names.queues
@@ -103,6 +105,7 @@ class Checkers:
         """After every change of what a crash would leave."""
         if self._groups is not None:
             self._groups.look()
+        self.exports.on_durable()
         get = self.disk.keys.get
         rows = tuple(self._table_rows([*self._reducer_keys, *self._mapper_keys, *self._effect_keys.values()]))
         rows += tuple(get(key) for key in (*self._input_keys, *self._spills.partition_keys))
@@ -300,7 +303,7 @@ class Checkers:
                 return False
         if self._groups is not None and not self._groups.is_done():
             return False
-        return not self._spills.left() and self.tails.is_told()
+        return not self._spills.left() and self.tails.is_told() and self.exports.is_done()
 
     def behind(self) -> str:
         """For a run that does not come to its end: who is missing what."""
@@ -308,7 +311,8 @@ class Checkers:
         return (
             f"committed {self.committed}, of {wanted}; mapper states {self._mapper_states}, of "
             f"{[len(positions) for positions in self.oracle.positions]} input rows; "
-            f"input trimmed to {self._input_begins}; spilled {self._spills.left()}; {self.tails.behind()}"
+            f"input trimmed to {self._input_begins}; spilled {self._spills.left()}; {self.tails.behind()}; "
+            f"{self.exports.behind()}"
         )
 
     def at_end(self) -> None:
@@ -323,7 +327,9 @@ class Checkers:
                 self.violated(1, f"mapper {pair[0]}, reducer {pair[1]}: {found} at the end instead of {expected}")
         try:
             self._check_dead_letters()
-            if self.oracle.workload.with_output:
+            if self.oracle.workload.with_outbox:
+                self.exports.at_end()
+            elif self.oracle.workload.with_output:
                 self._check_output()
         except (struct.error, KeyError, ValueError, OSError, pa.ArrowException) as error:
             self.violated(8, f"a queue cannot be read from the disk: {error!r}")

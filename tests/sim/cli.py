@@ -17,7 +17,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.sim import coverage, grouping, growth, hosting, logged, mutants, product, profiles, shrink, stragglers, twins
+from tests.sim import (
+    coverage,
+    exporting,
+    grouping,
+    growth,
+    hosting,
+    logged,
+    mutants,
+    product,
+    profiles,
+    shrink,
+    stragglers,
+    twins,
+)
 from tests.sim.simulation import Result, Simulation
 from tests.sim.switching import HAS_GREENLET
 
@@ -33,6 +46,7 @@ FAILURES_SHRUNK_MAX = 1
 """Shrinking takes a hundred runs; the other seeds can be given by ``--seed`` one by one."""
 MARKS_OF = {
     None: coverage.EXPECTED,
+    profiles.EXPORTER: exporting.MARKS,
     profiles.GROWTH: growth.MARKS,
     profiles.HOSTING: hosting.MARKS,
     profiles.LOGGED: logged.MARKS,

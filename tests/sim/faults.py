@@ -65,9 +65,9 @@ def make_faults(rng: Random) -> list[Fault]:
 
 
 def begin(simulation: Simulation, fault: Fault) -> None:
-    from tests.sim import liars, stragglers, twins
+    from tests.sim import exporting, liars, stragglers, twins
 
-    act = KINDS.get(fault.kind) or {**stragglers.KINDS, **twins.KINDS, **liars.KINDS}[fault.kind]
+    act = KINDS.get(fault.kind) or {**stragglers.KINDS, **twins.KINDS, **liars.KINDS, **exporting.KINDS}[fault.kind]
     end = act(simulation, fault)
     if end is not None:
         simulation.end_later(end, fault.length_us)

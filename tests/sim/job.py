@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shuffle.durable.export_state import EXPORTS_KEY, EXPORTS_VALUE
 from shuffle.durable.mapper_state import MAPPERS_KEY, MAPPERS_VALUE
 from shuffle.durable.read_order import READS_KEY, READS_VALUE
 from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE
@@ -61,20 +62,20 @@ def job_spec(workload: Workload, rng: Any) -> ProcessorSpec:
     )
 
 
-_prepared: dict[tuple[int, int, str, bool, int], Disk] = {}
+_prepared: dict[tuple[int, int, str, str | None, int], Disk] = {}
 
 
 def prepared_disk(workload: Workload) -> Disk:
     """A store with the job's tables and queues in it, made once for each shape of job."""
     partitions = len(workload.partitions)
-    shape = (workload.mapper_count, workload.reducer_count, workload.on_error, workload.with_output, partitions)
+    shape = (workload.mapper_count, workload.reducer_count, workload.on_error, workload.output, partitions)
     found = _prepared.get(shape)
     if found is None:
         found = _prepared[shape] = _prepare(*shape)
     return found
 
 
-def _prepare(mapper_count: int, reducer_count: int, on_error: str, with_output: bool, partitions: int) -> Disk:
+def _prepare(mapper_count: int, reducer_count: int, on_error: str, output: str | None, partitions: int) -> Disk:
     before = kernel.maybe_world()
     world = World(0)
     kernel.set_world(world)
@@ -99,8 +100,9 @@ def _prepare(mapper_count: int, reducer_count: int, on_error: str, with_output: 
         if on_error == "dead_letter":
             client.create_queue("job/mapper_dead_letters", DEAD_LETTER_SCHEMA, 1)
             client.create_queue("job/reducer_dead_letters", DEAD_LETTER_SCHEMA, 1)
-        if with_output:
-            client.create_queue("output", OUTPUT, reducer_count)
+        if output is not None:
+            client.create_queue(output, OUTPUT, reducer_count)
+            client.create_table("job/exports", EXPORTS_KEY, EXPORTS_VALUE)
         ended.append(True)
 
     process.spawn("setup", setup)

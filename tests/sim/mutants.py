@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.sim import (
     mutants_claims,
+    mutants_exporter,
     mutants_grouping,
     mutants_growth,
     mutants_logs,
@@ -43,7 +44,7 @@ class NoTarget(Exception):
 def _collect() -> dict[str, Mutant]:
     made: dict[str, Mutant] = {}
     modules = (mutants_reducer, mutants_mapper, mutants_claims, mutants_store, mutants_spill, mutants_tail)
-    for module in (*modules, mutants_twins, mutants_logs, mutants_grouping, mutants_growth):
+    for module in (*modules, mutants_twins, mutants_logs, mutants_grouping, mutants_growth, mutants_exporter):
         for name, value in vars(module).items():
             if callable(value) and getattr(value, "__module__", "") == module.__name__ and not name.startswith("_"):
                 made[name] = value
@@ -56,6 +57,7 @@ _PROFILES = {
     mutants_twins.__name__: profiles.TWINS,
     mutants_logs.__name__: profiles.LOGGED,
     mutants_grouping.__name__: profiles.PARTITIONS,
+    mutants_exporter.__name__: profiles.EXPORTER,
     mutants_growth.__name__: profiles.GROWTH,
 }
 """Of the modules whose bugs are looked for in runs of another kind than the ordinary."""

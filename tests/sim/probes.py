@@ -69,6 +69,7 @@ def install() -> None:
     importlib.import_module("tests.sim.probes_spill").install(_watch)
     importlib.import_module("tests.sim.probes_logs").install(_watch)
     importlib.import_module("tests.sim.probes_grouping").install(_watch)
+    importlib.import_module("tests.sim.probes_exporter").install(_watch)
     importlib.import_module("tests.sim.growth").install(_watch)
 
 

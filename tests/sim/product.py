@@ -31,6 +31,7 @@ MODULES = (
     "shuffle.mapper.readers.grouped",
     "shuffle.mapper.readers.queue",
     "shuffle.reducer.daemon",
+    "shuffle.reducer.exporter.daemon",
     "shuffle.statestore.client.client",
     "shuffle.statestore.local.local",
     "shuffle.statestore.server.session_registry",
@@ -112,6 +113,9 @@ def _settle() -> None:
     vars(reducer).update(ReducerMetrics=NoMetrics, _STOP_CHECK_S=1.0, reducers_per_core=lambda spec: 1.0)
     # Less than ``DRAIN_S``, as on a real machine: a poll must end while a mapper that a row has stopped still serves.
     vars(sys.modules["shuffle.reducer.core"]).update(IDLE_WAIT_MS_MAX=1_000)
+    vars(sys.modules["shuffle.reducer.exporter.daemon"]).update(
+        ExporterMetrics=NoMetrics, BACKOFF_MS_MAX=400, POLL_MS=100
+    )
     vars(fetch).update(RESPONSE_S_MAX=1.0, LOCATE_S_MAX=0.5)
     vars(stream).update(STREAM_S_MAX=0.5)
     importlib.import_module("tests.sim.stragglers").settle(dict(sys.modules))

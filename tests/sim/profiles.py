@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 
+EXPORTER = "exporter"
 GROWTH = "growth"
 HOSTING = "hosting"
 LOGGED = "logged"
 PARTITIONS = "partitions"
 STRAGGLERS = "stragglers"
 TWINS = "twins"
-NAMES = (STRAGGLERS, TWINS, HOSTING, LOGGED, PARTITIONS, GROWTH)
+NAMES = (STRAGGLERS, TWINS, HOSTING, LOGGED, PARTITIONS, GROWTH, EXPORTER)
 _VARIABLE = "SHUFFLE_SIM_PROFILE"
 
 

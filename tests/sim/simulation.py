@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from shuffle.statestore.client.client import StateClient
 from tests.sim import checkers, faults, flight, kernel, probes, shims
 from tests.sim.clients import Producer, SnapshotReader
 from tests.sim.discovery_faults import DiscoveryFaults
+from tests.sim.exporting import Exporting
 from tests.sim.grouping import Grouping
 from tests.sim.growth import Growth
 from tests.sim.hosting import Hosting
@@ -66,16 +67,17 @@ class Simulation:
         self.logged = Logged(seed)
         self.grouping = Grouping(seed)
         self.growth = Growth(seed)
+        self.exporting = Exporting(seed)
         workload = Workload.make(self.world.streams["workload"])
         workload = self.hosting.workload(self.twins.workload(self.stragglers.workload(workload)))
-        self.workload = self.growth.workload(self.grouping.workload(workload))
+        self.workload = self.exporting.workload(self.growth.workload(self.grouping.workload(workload)))
         self.oracle = Oracle(self.workload)
         made = self.twins.faults(self.stragglers.faults(faults.make_faults(self.world.streams["faults"])))
         made = self.logged.faults(self.hosting.faults(self.liars.faults(made)))
-        made = self.growth.faults(self.grouping.faults(made))
+        made = self.exporting.faults(self.growth.faults(self.grouping.faults(made)))
         self.faults = made if fault_list is None else fault_list
         rng = self.world.streams["workload"]
-        self.spec = self.hosting.spec(self.stragglers.spec(job_spec(self.workload, rng)))
+        self.spec = self.exporting.spec(self.hosting.spec(self.stragglers.spec(job_spec(self.workload, rng))))
         self.world.preempt_chance = rng.choice([0.0, 0.0, 0.02])
         self.sync_us_usual = self.sync_us_max = rng.choice([200, 3_000, 15_000])
         self.producer = Producer(self.world, self.workload, rng.choice([1, 4, 12]), rng.choice([0.02, 0.08, 0.2]))
@@ -98,6 +100,9 @@ class Simulation:
         slots = [slot for slot in self.slots if slot.role == role]
         return slots[int(target * len(slots))]
 
+    def pick_slot_of(self, role: str, index: int) -> Slot:
+        return next(slot for slot in self.slots if slot.role == role and slot.index == index)
+
     def pick_process(self, role: str, target: float) -> Process | None:
         living = [process for slot in self.slots if role in (slot.role, "any") for process in slot.living()]
         return living[int(target * len(living))] if living else None
@@ -118,6 +123,11 @@ class Simulation:
         if end in self._ends:
             self._ends.remove(end)
             end()
+
+    @property
+    def mains(self) -> Mapping[str, Callable[[Process, Sequence[int]], None]]:
+        """What a process of each role runs."""
+        return {"mapper": self.mapper_main, "reducer": self.reducer_main, "exporter": self.exporting.main(self)}
 
     # the run
 
@@ -153,6 +163,7 @@ class Simulation:
         self._ends: list[Callable[[], None]] = []
         self.slots = [Slot(self, "mapper", hosted) for hosted in self.hosting.processes(self.workload.mapper_count)]
         self.slots += [Slot(self, "reducer", hosted) for hosted in self.hosting.processes(self.workload.reducer_count)]
+        self.slots += self.exporting.slots(self)
         self._wire()
         self.host.start()
         for slot in self.slots:
@@ -190,7 +201,7 @@ class Simulation:
         daemon = shuffle.reducer.daemon
         daemon._check = lambda spec, client: self.mapper_count
         daemon.load_class = lambda spec, role: SimReducer
-        SimReducer.with_output = self.workload.with_output
+        SimReducer.output = self.workload.output
         SimReducer.slow = staticmethod(self._slow)
 
     def _play(self) -> bool:
@@ -246,7 +257,7 @@ class Simulation:
 
     def mapper_main(self, process: Process, hosted: Sequence[int]) -> None:
         indexes = [MapperIndex(index) for index in hosted]
-        self._worker(
+        self.run_worker(
             process,
             lambda stop: shuffle.mapper.daemon._run(
                 self.spec, indexes, self.client(process), "127.0.0.1:0", stop, lambda address: None
@@ -254,14 +265,14 @@ class Simulation:
         )
 
     def reducer_main(self, process: Process, hosted: Sequence[int]) -> None:
-        self._worker(
+        self.run_worker(
             process,
             lambda stop: shuffle.reducer.daemon._run_hosted(
                 self.spec, hosted, self.client(process), self.mapper_count, stop
             ),
         )
 
-    def _worker(self, process: Process, run: Callable[[Any], None]) -> None:
+    def run_worker(self, process: Process, run: Callable[[Any], None]) -> None:
         try:
             run(shims.Event())
         except UserCodeError as error:

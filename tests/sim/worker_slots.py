@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from tests.sim.simulation import Simulation
 
 
+PORTS = {"mapper": 0, "reducer": 100, "exporter": 200}
+
+
 class Slot:
     """Keeps a process with one worker, or several, running: at least one instance of it, more during some faults."""
 
@@ -35,11 +38,11 @@ class Slot:
             return  # Its partition is not there yet.
         self.starts += 1
         process = Process(simulation.world, f"{self.name}#{self.starts}")
-        # Reducers listen nowhere; a number of their own keeps them out of the mappers' way.
-        process.port = simulation.free_port(self.index if self.role == "mapper" else 100 + self.index)
+        # Others listen nowhere; a number of their own keeps them out of the mappers' way.
+        process.port = simulation.free_port(self.index + PORTS[self.role])
         self._processes.append(process)
         process.at_end.append(self._ended)
-        main = simulation.mapper_main if self.role == "mapper" else simulation.reducer_main
+        main = simulation.mains[self.role]
         process.spawn("main", lambda: main(process, self.hosted))
 
     def _ended(self) -> None:

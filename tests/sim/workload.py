@@ -43,6 +43,8 @@ class Workload:
     reducer_count: int
     on_error: str
     with_output: bool
+    with_outbox: bool = False
+    """Whether the output goes on to a sink, by way of an exporter."""
     inputs: list[list[tuple[int, int]]] = field(default_factory=list)
     groups: list[list[list[tuple[int, int]]]] = field(default_factory=list)
     """Of mappers that read several partitions (``grouping``): the rows of each. ``inputs`` is then what is known of
@@ -74,6 +76,11 @@ class Workload:
             at = rng.randrange(len(rows))
             rows[at] = (rows[at][0], MAP_POISON)
         return made
+
+    @property
+    def output(self) -> str | None:
+        """The queue that rows are emitted to, if any are."""
+        return ("job/outbox" if self.with_outbox else "output") if self.with_output else None
 
     def lengthen(self, rng: Random, counts: list[int]) -> None:
         """More rows of the kinds that there are, one of ``counts`` for each mapper; no more that stop a partition."""
@@ -197,7 +204,8 @@ def _effect_keys(mappers: tuple[int, ...], reducer: int) -> pa.Table:
 
 
 class SimReducer(Reducer):
-    with_output = False
+    output: str | None = None
+    """The queue that rows are emitted to."""
     slow: Any = staticmethod(lambda index: None)
 
     def reduce(self, rows: pa.Table) -> Any:
@@ -231,8 +239,8 @@ class SimReducer(Reducer):
                 schema=EFFECTS_ROW,
             ),
         )
-        if self.with_output:
-            transaction.append("output", self.spec.index, rows)
+        if self.output is not None:
+            transaction.append(self.output, self.spec.index, rows)
         return transaction
 
 

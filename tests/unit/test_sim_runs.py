@@ -40,18 +40,25 @@ def test_seed_of_logged_tables_that_found_something_shows_no_violation() -> None
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+def test_seeds_with_an_exporter_show_no_violation() -> None:
+    ran = sim("--seeds", "40", "--faults", "exporter")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
 def test_planted_bugs_are_found() -> None:
     planted = [
         "acknowledge_before_sync",
         "cursor_told_as_committed",
         "no_compare_at_commit",
+        "outbox_trimmed_before_the_publication",
         "positions_before_state",
         "rows_added_during_a_compaction_forgotten",
         "segments_not_synced",
         "trim_too_early",
+        "unknown_publication_repeated",
     ]
     ran = sim("--mutants", "--mutant", ",".join(planted))
-    assert ran.stdout.strip().endswith("7/7 found"), ran.stdout + ran.stderr
+    assert ran.stdout.strip().endswith("9/9 found"), ran.stdout + ran.stderr
 
 
 def test_input_that_grows_shows_no_violation_and_its_planted_bugs_are_found() -> None:

@@ -54,6 +54,7 @@ DECIDED: dict[tuple[str, str], tuple[int, str]] = {
     ("mapper/instance.py", VITAL): (2, "ingestion and trim: the mapper process ends"),
     ("reducer/daemon.py", VITAL): (2, "reduce and commit, and a reducer beside others: the process ends"),
     ("reducer/fetch.py", VITAL): (1, "a fetcher: the reducer ends"),
+    ("reducer/exporter/daemon.py", VITAL): (1, "the exporter of one partition: the process ends"),
     ("shuffle/discovery.py", VITAL): (2, "lease and directory: the worker ends"),
     ("shuffle/support/metrics.py", VITAL): (1, "the metrics: the worker, or the store's daemon, ends"),
     # The controller.

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
-from shuffle.metrics import MapperMetrics, ReducerMetrics
+from shuffle.metrics import ExporterMetrics, MapperMetrics, ReducerMetrics
 from shuffle.statestore.server.metrics import StoreMetrics
 from shuffle.support.metrics import LABELS
 from tools.reference import text
@@ -35,7 +35,7 @@ def served() -> dict[str, type[Any]]:
         for folder in ("mapper", "reducer", "statestore", "shuffle", "spark_connector")
         for path in sorted((ROOT / folder).rglob("*.py"))
     )
-    made = (MapperMetrics, ReducerMetrics, StoreMetrics)
+    made = (MapperMetrics, ReducerMetrics, ExporterMetrics, StoreMetrics)
     kinds = [kind for kind in made if re.search(rf"(?<!class ){kind.__name__}\(", sources)]
     return {kind.__name__.removesuffix("Metrics").lower(): kind for kind in kinds}
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shuffle.formats.opening import FormatOptions, RegistryOptions
-from shuffle.spec import config, inputs, outputs, spec_file
+from shuffle.spec import config, inputs, outputs, spec_file, values
 from shuffle.spec.kafka import KafkaInputOptions
+from shuffle.spec.kafka_output import KafkaOutputOptions
 from shuffle.support import units
 from tools.reference import text
 
@@ -33,11 +34,15 @@ _KINDS: dict[Any, tuple[str, str]] = {
     spec_file._CLASS: ("`module:Class`", ""),
     spec_file._flag: ("`true` or `false`", ""),
     spec_file._share: ("share", "above 0, up to 1"),
-    spec_file._folder: ("folder", ""),
+    values._folder: ("folder", ""),
     spec_file._state: ("folder or address", ""),
     spec_file._metrics: ("`true`, `false` or a port", "1025 to 60000"),
     spec_file._queue_name: ("name of a queue", ""),
     spec_file._user_config: ("mapping", ""),
+    values._place: ("folder or address", ""),
+    values._names: ("list of names", ""),
+    spec_file._STORAGE_OPTIONS: ("mapping", ""),
+    spec_file._TABLE: ("`namespace.table`", ""),
 }
 """The type of value that each reader accepts, and its range where that is not in ``RANGES``."""
 
@@ -72,6 +77,7 @@ def regions() -> dict[str, str]:
     for section in sections():
         found[f"spec {section or 'top'}"] = _table(section)
     found["spec input.kafka"] = _options_table(KafkaInputOptions, FormatOptions)
+    found["spec output.kafka"] = _options_table(KafkaOutputOptions, FormatOptions)
     found["spec schema_registry"] = _options_table(RegistryOptions)
     return found | {"spec with everything": "```yaml\n" + example() + "```"}
 
@@ -101,7 +107,7 @@ def sections() -> dict[str, list[Key]]:
 def holders(inner: type[Any]) -> list[type[Any]]:
     """The classes that hold the keys of a section; ``input`` and ``output`` have one for each kind."""
     if inner is outputs.OutputSpec:
-        return [kind.spec for kind in outputs.KINDS.values()]
+        return [*(kind.spec for kind in outputs.KINDS.values()), outputs.SinkOutputSpec]
     return [kind.spec for kind in inputs.KINDS.values()] if inner is inputs.InputSpec else [inner]
 
 
@@ -111,6 +117,8 @@ def _keys(section: str, holder: type[Any], reader: Any) -> list[Key]:
     hints = typing.get_type_hints(holder, vars(config) | vars(inputs) | vars(outputs) | {"Mapping": Mapping})
     found = []
     for field in dataclasses.fields(holder):
+        if field.name not in vars(holder)["__annotations__"]:
+            continue  # It is inherited, and listed where it comes from.
         if field.name not in made["readers"]:
             continue  # This field is not a key of the file: it holds the path of the file and the lines.
         if field.name not in docs:
@@ -204,6 +212,8 @@ def _default(section: str, field: dataclasses.Field[Any], reader: Any, said: str
         return "none"  # It names a kind, and one of them is given.
     if value is None or value is dataclasses.MISSING:
         return text.markdown(said) if said else "all as below" if value is dataclasses.MISSING else "none"
+    if value == ():
+        return "none"
     if isinstance(value, bool):
         return text.code(str(value).lower())
     return _number(value, reader) if isinstance(value, int) else text.code(str(value))
@@ -231,7 +241,8 @@ def _line(key: Key) -> str:
     if key.place in EXAMPLE_VALUES:
         return f"{key.names[0]}: {EXAMPLE_VALUES[key.place]}"
     value = key.field.default
-    if value is None or (key.section == "input" and value is dataclasses.MISSING):
+    is_of_another_kind = key.section == "output" or (key.section == "input" and value is dataclasses.MISSING)
+    if value is None or is_of_another_kind:
         return f"# {key.names[0]}: ({key.kind.replace('`', '')})"
     if value is dataclasses.MISSING:
         return f"{key.names[0]}: {{}}"

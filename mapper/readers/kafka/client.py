@@ -58,6 +58,7 @@ _TEMPORARY = {
     KafkaError._TIMED_OUT_QUEUE,
     KafkaError._RESOLVE,
     KafkaError._WAIT_COORD,
+    KafkaError._NOENT,  # No leader is known of a partition.
     KafkaError._DESTROY,
     KafkaError.LEADER_NOT_AVAILABLE,
     KafkaError.NOT_LEADER_FOR_PARTITION,
@@ -137,6 +138,18 @@ class Cluster:
             raise typed(error.args[0], "listing the topics") from None
         matches = re.compile(pattern).fullmatch
         return sorted(name for name in found if matches(name) and not name.startswith("__"))
+
+    def leader(self, partition: Partition) -> tuple[str, int]:
+        """The address of the broker that leads a partition."""
+        try:
+            found = self._admin.list_topics(partition.topic, timeout=CALL_S_MAX)
+        except KafkaException as error:
+            raise typed(error.args[0], f"asking for the leader of {partition}") from None
+        place = found.topics[partition.topic].partitions.get(partition.number)
+        broker = None if place is None else found.brokers.get(place.leader)
+        if broker is None:
+            raise ServiceUnavailable(f"Kafka: {partition} has no leader; waiting for one")
+        return str(broker.host), int(broker.port)
 
     def topics(self, names: Collection[str]) -> dict[str, Topic]:
         """The topics of these names. ``SpecError`` if one is not there."""

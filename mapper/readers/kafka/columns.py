@@ -82,7 +82,7 @@ def headers_of(given: Any) -> list[dict[str, Any]] | None:
     return None if given is None else [{"key": key, "value": value} for key, value in given]
 
 
-def timestamps_of(milliseconds: Sequence[int]) -> pa.Array:
+def timestamps_of(milliseconds: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> pa.Array:
     """Times of records; a record without one has -1."""
     numbers = np.asarray(milliseconds, dtype=np.int64)
     return pa.array(numbers, mask=numbers < 0).cast(FIELDS["timestamp"].type)

@@ -91,8 +91,17 @@ class KafkaInput(Input):
             self._opened_format = open_format(self._options.value, self.folder)
         records = Records(place, self._opened_format, self._options.metadata)
         return KafkaReader(
-            place, self._settings, self._group, self._cluster, records, lambda: self._start(partition, place)
+            place,
+            self._settings,
+            self._group,
+            self._cluster,
+            records,
+            lambda: self._start(partition, place),
+            self._options.fast_path and self._is_plaintext(),
         )
+
+    def _is_plaintext(self) -> bool:
+        return str(self._settings.get("security.protocol", "plaintext")).lower() == "plaintext"
 
     @property
     def _group(self) -> str:

@@ -22,8 +22,10 @@ from shuffle.formats.base import Decoded
 from shuffle.ids import Token
 from shuffle.mapper.reader import PartitionReader
 from shuffle.mapper.readers.kafka.client import FIXED, UNKNOWN, Cluster, made, typed
-from shuffle.mapper.readers.kafka.columns import Records, headers_of, timestamps_of
+from shuffle.mapper.readers.kafka.columns import HEADERS, Records, headers_of, timestamps_of
+from shuffle.mapper.readers.kafka.fast import FastPath
 from shuffle.mapper.readers.kafka.positions import NO_EPOCH, Partition, Position, decode, encode, gone, made_anew
+from shuffle.mapper.readers.kafka.record_batches import Unfit
 from shuffle.support.logs import get_logger
 
 MESSAGES_AT_ONCE = 1_000
@@ -40,6 +42,8 @@ LOOK_S = 0.25
 topic, to make it anew and to fill it up to where a reader stands takes longer."""
 IDLE_LOOK_S = 5.0
 """The same while there are none."""
+FAST_AGAIN_S = 10.0
+"""The seconds for which the plain client reads after something that was not for the fast path."""
 
 _log = get_logger(__name__)
 
@@ -55,7 +59,9 @@ class KafkaReader(PartitionReader):
         cluster: Cluster,
         records: Records,
         starts: Callable[[], Position],
+        is_fast: bool = False,
     ) -> None:
+        """``is_fast`` says that the fast path may be tried."""
         self._partition = partition
         self._cluster = cluster
         self._records = records
@@ -73,6 +79,9 @@ class KafkaReader(PartitionReader):
         self._closing = threading.Lock()
         self._closed = False
         self._commit_failed = False
+        self._fast = FastPath(partition, lambda: cluster.leader(partition)) if is_fast else None
+        self._fast_from_s = 0.0
+        """When the fast path is tried again, after something that it could not read."""
         self._consumer = made(lambda: Consumer({**settings, **FIXED, "group.id": group, "error_cb": self._on_error}))
 
     @property
@@ -89,15 +98,43 @@ class KafkaReader(PartitionReader):
 
     def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
         at = decode(token) if token else self._starts()
+        rows_max = max(1, end_row_index - begin_row_index)
+        # While no broker can be reached, it is the plain client that waits for one, and says so.
+        if self._fast is not None and self._trouble is None and time.monotonic() >= self._fast_from_s:
+            try:
+                return self._read_fast(self._fast, rows_max, at)
+            except (Unfit, ServiceUnavailable) as error:
+                self._fast_from_s = time.monotonic() + FAST_AGAIN_S
+                _log.info("reading with the plain client", partition=str(self._partition), reason=str(error))
+        return self._read_plain(rows_max, at)
+
+    def _read_fast(self, fast: FastPath, rows_max: int, at: Position) -> tuple[pa.Table, Token]:
+        if self._at is not None:
+            self._at = None
+            self._consumer.unassign()  # It would fetch ahead what nobody takes.
+        if self._looked_s == 0.0:
+            self._look(at)
+        columns, after = fast.read(at, rows_max, self.batch_bytes_max, self.wait_ms, self._interrupted)
+        count = len(columns.offset)
+        self._look_if_due(at, bool(count))
+        given = {
+            "value": columns.value,
+            "key": columns.key,
+            "offset": pa.array(columns.offset),
+            "timestamp": timestamps_of(columns.timestamp_ms),
+            "headers": pa.nulls(count, HEADERS) if columns.headers is None else list(map(headers_of, columns.headers)),
+        }
+        return self._records.table(given, count), encode(after)
+
+    def _read_plain(self, rows_max: int, at: Position) -> tuple[pa.Table, Token]:
         if self._at != at:
             self._seek(at)
             self._look(at)
         try:
-            messages = self._take(max(1, end_row_index - begin_row_index), at)
+            messages = self._take(rows_max, at)
             # After the rows were taken: if the topic is the same now, they are of the same. Without rows it is enough
             # to learn some time that there is no such topic any more; the client does not say so.
-            if time.monotonic() - self._looked_s > (LOOK_S if messages else IDLE_LOOK_S):
-                self._look(at)
+            self._look_if_due(at, bool(messages))
         except BaseException:
             self._at = None  # What was taken is lost to the client: it must be told again where to read.
             raise
@@ -115,6 +152,12 @@ class KafkaReader(PartitionReader):
         except KafkaException as error:
             raise typed(error.args[0], f"reading {self._partition}") from None
         self._at = at
+
+    def _look_if_due(self, at: Position, has_rows: bool) -> None:
+        if not has_rows and self._trouble is not None:
+            return  # Nobody would answer.
+        if time.monotonic() - self._looked_s > (LOOK_S if has_rows else IDLE_LOOK_S):
+            self._look(at)
 
     def _look(self, at: Position) -> None:
         """Raise if the topic is another one than it was: the client goes on by its name."""
@@ -233,6 +276,8 @@ class KafkaReader(PartitionReader):
     def lag_rows(self, token: Token) -> int | None:
         if not token:
             return None
+        if self._fast is not None and self._fast.last_stable_offset is not None and self._at is None:
+            return max(0, self._fast.last_stable_offset - decode(token).offset)
         with self._closing:
             if self._closed:
                 return None
@@ -249,6 +294,8 @@ class KafkaReader(PartitionReader):
         with self._closing:
             if not self._closed:
                 self._closed = True
+                if self._fast is not None:
+                    self._fast.close()
                 self._consumer.close()
 
 

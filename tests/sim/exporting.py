@@ -1,6 +1,6 @@
 """Runs with an exporter: what reducers emit goes through an outbox to a sink, while both ends and the middle fail.
 
-Only with the profile ``exporter`` (``--faults exporter``), and then in every seed.
+With the profile ``exporter`` (``--faults exporter``) in every seed, with the profile ``partitions`` in some.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ MARKS = (
     "three instances of a exporter",
 )
 """What must have happened at least once in a run of many seeds of this profile."""
+
+BESIDE = 0.3
+"""How often there is an exporter in runs of mappers that read several partitions."""
 
 KEPT = 0.2
 """The share of the ordinary faults that these runs have."""
@@ -78,7 +81,8 @@ class Exporting:
 
     def __init__(self, seed: int) -> None:
         self._rng = Random(f"{seed}/exporter")
-        self.is_on = profiles.current() == profiles.EXPORTER
+        beside = profiles.current() == profiles.PARTITIONS and Random(f"{seed}/exporter beside").random() < BESIDE
+        self.is_on = beside or profiles.current() == profiles.EXPORTER
         self._kind = self._rng.choice(["fencing", "comparing", "naming"])
         self._clean: set[int] = set()
         """The partitions whose exporter has stopped cleanly since it was started last."""

@@ -70,7 +70,7 @@ class Simulation:
         self.exporting = Exporting(seed)
         workload = Workload.make(self.world.streams["workload"])
         workload = self.hosting.workload(self.twins.workload(self.stragglers.workload(workload)))
-        self.workload = self.exporting.workload(self.growth.workload(self.grouping.workload(workload)))
+        self.workload = self.grouping.workload(self.exporting.workload(self.growth.workload(workload)))
         self.oracle = Oracle(self.workload)
         made = self.twins.faults(self.stragglers.faults(faults.make_faults(self.world.streams["faults"])))
         made = self.logged.faults(self.hosting.faults(self.liars.faults(made)))

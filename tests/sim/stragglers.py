@@ -106,7 +106,7 @@ class Stragglers:
                 rng.random(),
                 rng.random(),
             )
-            for number in range(first_number, first_number + 6)
+            for number in range(first_number, first_number + 12)
         ]
 
 

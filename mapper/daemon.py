@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shuffle.api import WorkerSpec
-from shuffle.errors import ShuffleError, SpecError, TableExists
+from shuffle.errors import ServiceUnavailable, ShuffleError, SpecError, TableExists
 from shuffle.ids import MapperIndex, new_guid
 from shuffle.mapper.ingest import store_backoff
 from shuffle.mapper.instance import MapperInstance
@@ -108,10 +108,12 @@ def _open_state(spec: ProcessorSpec, stop: threading.Event) -> StateClient | Non
 
 
 def _patiently(stop: threading.Event, what: Callable[[], Any], **fields: str) -> Any:
-    """Call ``what`` again and again while the store is away, and return its result; None if ``stop`` came first."""
+    """Call ``what`` again and again while the store, or what the input needs, is away, and return its result; None if
+    ``stop`` came first."""
 
     def log_wait(error: ShuffleError, wait_s: float) -> None:
-        _log.warning("waiting for the state store", error=error, **fields)
+        whom = "a service of the input" if isinstance(error, ServiceUnavailable) else "the state store"
+        _log.warning(f"waiting for {whom}", error=error, **fields)
 
     return patiently(what, store_backoff(), stop, log_wait)
 

@@ -276,3 +276,10 @@ def test_partitions_added_between_two_runs_are_read(broker: Broker, topics: Topi
     done = drained(spec)
     assert done.returncode == 0, done.stderr
     assert totals(spec) == expected(rows)
+
+
+def test_run_without_a_broker_ends_with_an_error_that_says_so(tmp_path: Path) -> None:
+    spec = write_spec(tmp_path, "127.0.0.1:1", "orders")
+    done = shuffle("run", str(spec), "--no-screen")
+    assert done.returncode == 1
+    assert "Kafka: asking for the topic 'orders'" in done.stderr

@@ -47,6 +47,8 @@ def _collect() -> dict[str, Mutant]:
     for module in (*modules, mutants_twins, mutants_logs, mutants_grouping, mutants_growth, mutants_exporter):
         for name, value in vars(module).items():
             if callable(value) and getattr(value, "__module__", "") == module.__name__ and not name.startswith("_"):
+                if name in made:
+                    raise ValueError(f"two planted bugs are called {name}")
                 made[name] = value
     return made
 

@@ -130,7 +130,7 @@ def row_not_compared(patch: Any) -> None:
     patch(_Cycle, "_write", write)
 
 
-def conflict_taken_for_committed(patch: Any) -> None:
+def conflict_of_an_exporter_taken_for_committed(patch: Any) -> None:
     original = _Cycle._write
 
     def write(self: Any, expected: Any, state: Any, trims: bool = False) -> None:

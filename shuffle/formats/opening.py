@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -152,4 +151,6 @@ def describe_format(options: FormatOptions, folder: Path) -> str:
 
 
 def _digest(name: str | None, folder: Path) -> str | None:
+    import hashlib  # Mappers of other inputs load this module, too.
+
     return None if name is None else "sha256:" + hashlib.sha256(_file(name, folder)).hexdigest()[:32]

@@ -12,6 +12,7 @@ from tools import kafka
 from tools.kafka import Broker, NoBroker
 
 
+@pytest.mark.long
 def test_broker_killed_and_restarted_has_its_records_at_the_same_address(own_broker: Broker) -> None:
     address = own_broker.address
     topics = Topics(address)

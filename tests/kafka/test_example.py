@@ -18,6 +18,8 @@ from tests.kafka.processors import as_json, shuffle
 from tests.kafka.topics import Topics
 from tools.kafka import Broker
 
+pytestmark = pytest.mark.long  # Minutes; `make test-kafka` runs them.
+
 EXAMPLES = Path(kafka_orders.__file__).parent
 COUNTRIES = {"ann": "de", "bob": "fr", "cid": "de"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,19 @@ def test_broker_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     made.close()
 
 
+def opened_at_last(made: Any) -> int | None:
+    """Open a sink again and again, as an exporter does: a broker takes its time to find its groups again."""
+    deadline_s = time.monotonic() + 240
+    while True:
+        try:
+            position: int | None = made.open()
+            return position
+        except ServiceUnavailable:
+            if time.monotonic() > deadline_s:
+                raise
+
+
+@pytest.mark.long
 def test_broker_that_dies_in_between_leaves_nothing_twice(
     own_broker: Broker, topics_of: Callable[[Broker], Topics], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +208,7 @@ def test_broker_that_dies_in_between_leaves_nothing_twice(
         made.publish(ROWS, 3, 6)
     own_broker.start()
     monkeypatch.setattr(kafka, "CALL_S_MAX", 30.0)
-    position = made.open()
+    position = opened_at_last(made)
     assert position in (3, 6)
     if position == 3:
         made.publish(ROWS, 3, 6)

@@ -19,6 +19,8 @@ from tests.process.test_run_processor import children_of, finished, running
 from tests.waiting import WAIT_S, wait_until
 from tools.kafka import Broker
 
+pytestmark = pytest.mark.long  # Minutes; `make test-kafka` runs them.
+
 ROWS = 20_000
 """In each of two partitions."""
 

@@ -32,6 +32,8 @@ from tests.kafka.topics import Topics
 from tests.waiting import wait_until
 from tools.kafka import Broker
 
+pytestmark = pytest.mark.long  # Minutes; `make test-kafka` runs them.
+
 LONG_WAIT_S = 120.0
 
 

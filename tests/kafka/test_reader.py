@@ -351,6 +351,7 @@ def test_fewer_partitions_than_before_are_refused(broker: Broker, topics: Topics
 # Trouble -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_broker_away_is_said_and_waited_for(own_broker: Broker) -> None:
     topics = Topics(own_broker.address)
     name = topics.create()

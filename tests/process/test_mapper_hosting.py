@@ -235,7 +235,7 @@ def test_row_that_stops_one_mapper_ends_its_process_with_an_error_that_names_it(
 
 @pytest.mark.parametrize(
     ("indexes", "said"),
-    [("0-5", "there is no mapper 3"), ("1,1", "twice"), ("2-1", "1-2"), ("x", "names no mappers"), ("0-99", "64")],
+    [("0-5", "there is no mapper 3"), ("1,1", "twice"), ("2-1", "1-2"), ("x", "names no mappers"), ("0-999", "512")],
 )
 def test_indexes_that_cannot_be_are_refused(hosted: Hosted, indexes: str, said: str) -> None:
     write_spec(hosted.folder)

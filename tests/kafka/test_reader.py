@@ -404,6 +404,7 @@ def test_progress_is_told_to_the_group(broker: Broker, topics: Topics) -> None:
     watcher = Consumer({"bootstrap.servers": broker.address, "group.id": "watched"})
     place = TopicPartition(name, 0)
     wait_until(lambda: watcher.committed([place], timeout=10)[0].offset == 5, "the group knows the offset")
+    assert watcher.committed([place], timeout=10)[0].offset == 5
     watcher.close()
     reader.close()
     reader.trim(5, encode(Position(b"\0" * 16, 7)))  # Late: nobody is there any more, and nothing happens.

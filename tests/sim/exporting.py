@@ -14,7 +14,7 @@ import shuffle.reducer.exporter.daemon
 from shuffle.spec.config import ProcessorSpec
 from shuffle.spec.outputs import SinkOutputSpec
 from tests.sim import faults, probes_exporter, profiles
-from tests.sim.faults import FAULTS_UNTIL_US, Fault
+from tests.sim.faults import Fault, with_more
 from tests.sim.kernel import Process
 from tests.sim.network import Trouble
 from tests.sim.sinks import SimSink, SinkHost
@@ -109,12 +109,7 @@ class Exporting:
         rng = self._rng
         # With all of them the store is away most of the time, and an exporter hardly gets to anything that can fail.
         kept = [fault for fault in made if rng.random() < KEPT]
-        more = []
-        for number in range(len(made), len(made) + rng.choice([12, 24, 40])):
-            at_us = int(rng.random() * FAULTS_UNTIL_US)
-            length_us = int(rng.choice([50_000, 200_000, 800_000]) * (0.5 + rng.random()))
-            more.append(Fault(number, rng.choice(OFTEN), at_us, length_us, rng.random(), rng.random()))
-        return sorted([*kept, *more], key=lambda fault: (fault.at_us, fault.number))
+        return with_more(kept, len(made), rng, OFTEN, [12, 24, 40], [50_000, 200_000, 800_000])
 
     def slots(self, simulation: Simulation) -> list[Slot]:
         if not self.is_on:

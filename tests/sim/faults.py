@@ -6,7 +6,7 @@ random stream of its own, seeded by its number: leaving out another one does not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,24 @@ TOGETHER = (
     ["crash store", "fail segment sync", "lose commit answers"],
 )
 """Answers that come back to a reducer that has begun anew, commits of two that do not hear, and so on."""
+
+
+def with_more(
+    made: Sequence[Fault],
+    first_number: int,
+    rng: Random,
+    kinds: Sequence[str],
+    counts: Sequence[int],
+    lengths_us: Sequence[int] = (100_000, 400_000, 1_200_000),
+) -> list[Fault]:
+    """``made`` and what a profile adds: one of ``counts`` faults of ``kinds``, each about as long as one of
+    ``lengths_us``."""
+    more = []
+    for number in range(first_number, first_number + rng.choice(counts)):
+        at_us = int(rng.random() * FAULTS_UNTIL_US)
+        length_us = int(rng.choice(lengths_us) * (0.5 + rng.random()))
+        more.append(Fault(number, rng.choice(kinds), at_us, length_us, rng.random(), rng.random()))
+    return sorted([*made, *more], key=lambda fault: (fault.at_us, fault.number))
 
 
 def make_faults(rng: Random) -> list[Fault]:

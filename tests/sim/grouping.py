@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shuffle.mapper.readers.grouped import GroupedInput
 from shuffle.mapper.readers.queue import QueueInput
 from tests.sim import profiles
-from tests.sim.faults import FAULTS_UNTIL_US, Fault
+from tests.sim.faults import Fault, with_more
 from tests.sim.workload import HOLE, MAP_POISON, PLAIN, GapReader, Oracle, Workload
 
 if TYPE_CHECKING:
@@ -61,12 +61,7 @@ class Grouping:
     def faults(self, made: list[Fault]) -> list[Fault]:
         if not self.is_on:
             return made
-        rng, more = self._rng, []
-        for number in range(len(made), len(made) + rng.choice([4, 8, 16])):
-            at_us = int(rng.random() * FAULTS_UNTIL_US)
-            length_us = int(rng.choice([100_000, 400_000, 1_200_000]) * (0.5 + rng.random()))
-            more.append(Fault(number, rng.choice(OFTEN), at_us, length_us, rng.random(), rng.random()))
-        return sorted([*made, *more], key=lambda fault: (fault.at_us, fault.number))
+        return with_more(made, len(made), self._rng, OFTEN, [4, 8, 16])
 
     def open_reader(self, spec: Any, mapper: int, client: Any) -> Any:
         config = {"queue": "input", "start": "beginning"}

@@ -12,7 +12,7 @@ from random import Random
 from shuffle.spec.config import ProcessorSpec
 from shuffle.spec.index_sets import share_out
 from tests.sim import profiles
-from tests.sim.faults import FAULTS_UNTIL_US, Fault
+from tests.sim.faults import Fault, with_more
 from tests.sim.workload import PLAIN, Workload
 
 MARKS = (
@@ -64,13 +64,7 @@ class Hosting:
     def faults(self, made: list[Fault]) -> list[Fault]:
         if not self.is_on:
             return made
-        rng = self._rng
-        more = []
-        for number in range(len(made), len(made) + rng.choice([4, 8, 16])):
-            at_us = int(rng.random() * FAULTS_UNTIL_US)
-            length_us = int(rng.choice([100_000, 400_000, 1_200_000]) * (0.5 + rng.random()))
-            more.append(Fault(number, rng.choice(OFTEN), at_us, length_us, rng.random(), rng.random()))
-        return sorted([*made, *more], key=lambda fault: (fault.at_us, fault.number))
+        return with_more(made, len(made), self._rng, OFTEN, [4, 8, 16])
 
     def processes(self, worker_count: int) -> Sequence[Sequence[int]]:
         """The mappers, or reducers, that each process hosts."""

@@ -10,7 +10,7 @@ import sys
 from random import Random
 
 from tests.sim import profiles
-from tests.sim.faults import FAULTS_UNTIL_US, Fault
+from tests.sim.faults import Fault, with_more
 
 SHARE = 0.25
 """Of the seeds of an ordinary run."""
@@ -71,10 +71,4 @@ class Logged:
     def faults(self, made: list[Fault]) -> list[Fault]:
         if not self.is_on or profiles.current() != profiles.LOGGED:
             return made
-        rng = self._rng
-        more = []
-        for number in range(len(made), len(made) + rng.choice([2, 6, 12])):
-            at_us = int(rng.random() * FAULTS_UNTIL_US)
-            length_us = int(rng.choice([50_000, 300_000]) * (0.5 + rng.random()))
-            more.append(Fault(number, rng.choice(OFTEN), at_us, length_us, rng.random(), rng.random()))
-        return sorted([*made, *more], key=lambda fault: (fault.at_us, fault.number))
+        return with_more(made, len(made), self._rng, OFTEN, [2, 6, 12], [50_000, 300_000])

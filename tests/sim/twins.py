@@ -9,7 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from tests.sim import profiles
-from tests.sim.faults import FAULTS_UNTIL_US, Fault
+from tests.sim.faults import Fault, with_more
 from tests.sim.workload import Workload
 
 if TYPE_CHECKING:
@@ -45,13 +45,7 @@ class Twins:
     def faults(self, made: list[Fault]) -> list[Fault]:
         if not self.is_on:
             return made
-        rng = self._rng
-        more = []
-        for number in range(len(made), len(made) + rng.choice([8, 16, 32])):
-            at_us = int(rng.random() * FAULTS_UNTIL_US)
-            length_us = int(rng.choice([100_000, 400_000, 1_200_000]) * (0.5 + rng.random()))
-            more.append(Fault(number, rng.choice(OFTEN), at_us, length_us, rng.random(), rng.random()))
-        return sorted([*made, *more], key=lambda fault: (fault.at_us, fault.number))
+        return with_more(made, len(made), self._rng, OFTEN, [8, 16, 32])
 
 
 def left_behind(simulation: Simulation, fault: Fault) -> None:

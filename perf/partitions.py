@@ -41,7 +41,6 @@ KEYS = 1_000
 BATCH_BYTES_MAX = 1 << 20
 UP_TIMEOUT_S = 900.0
 DONE_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 120.0
 POLL_S = 0.1
 SETTLE_S = 5.0
 """Requests that find nothing are held longer and longer; after this time, in seconds, as long as ever."""
@@ -167,15 +166,7 @@ def running(way: Way, seed: int) -> Iterator[Job]:
         with LocalSystem(folder) as system, system.connect() as state:
             state.create_queue(NAME, schema=SCHEMA, partitions=way.partitions)
             controller = system.run(system.write_spec(way.spec()), "--no-check")
-            try:
-                yield Job(system, state, controller, way, seed)
-            finally:
-                controller.terminate()
-                try:
-                    controller.wait(STOP_TIMEOUT_S)
-                except subprocess.TimeoutExpired:
-                    controller.kill()
-                    controller.wait()
+            yield Job(system, state, controller, way, seed)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

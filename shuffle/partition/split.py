@@ -8,6 +8,8 @@ import pyarrow.compute as pc
 
 from shuffle.errors import BadInput, TooLarge
 from shuffle.partition.key_group import KEY_GROUPS_MAX, Indexes, check_reducers
+from shuffle.partition.native_split import NativeSplit
+from shuffle.support.native import kernels
 
 _DIRECT_BUCKETS_MAX = 3
 """The most reducers for which a gather per bucket is cheapest; with more, its random reads cost more than one gather
@@ -36,6 +38,11 @@ def split_by_partition(
     holds the others.
     """
     narrow = _narrow_indexes(partition_indexes, rows, reducers)
+    library = kernels()
+    if library is not None and rows.num_columns and rows.num_rows:
+        native = NativeSplit(library, rows, narrow, reducers)
+        if int(native.counts.max()) < rows.num_rows:  # Otherwise all rows are for one reducer, and stay as they are.
+            return native.parts()
     batch = _one_batch(rows)
     if reducers <= _DIRECT_BUCKETS_MAX:
         return [_part(batch, np.flatnonzero(narrow == reducer).astype(np.uint32)) for reducer in range(reducers)]

@@ -36,9 +36,9 @@ _CHUNK_ROWS_MIN = 1 << 18
 """Chunks with fewer rows than this on average are joined before hashing: values that repeat are hashed once for a
 chunk, and the key columns are a small part of a row."""
 
-_NATIVE_CHUNK_ROWS_MIN = 256
-"""The same with compiled kernels, which have no use for values that repeat: a call for each of many tiny chunks would
-cost more than joining them."""
+_NATIVE_CHUNK_ROWS_MIN = 8192
+"""The same with compiled kernels, which have no use for values that repeat. Below it, the calls for each chunk cost more
+than joining them."""
 
 Indexes = np.ndarray[Any, np.dtype[Any]]
 

@@ -15,6 +15,11 @@ _DIRECT_BUCKETS_MAX = 3
 """The most reducers for which a gather per bucket is cheapest; with more, its random reads cost more than one gather
 and a copy."""
 
+NATIVE_ROWS_MIN = 8192
+NATIVE_PART_MIN = 128
+"""The fewest rows, in all and for each reducer, that are split by compiled kernels. Of fewer rows the calls cost more
+than Arrow's own."""
+
 
 def check_partition_indexes(partition_indexes: Indexes, reducers: int, who: str = "map") -> None:
     """Raises ``BadInput``, naming the first such row, if ``who`` has sent a row to a reducer that does not exist."""
@@ -39,7 +44,7 @@ def split_by_partition(
     """
     narrow = _narrow_indexes(partition_indexes, rows, reducers)
     library = kernels()
-    if library is not None and rows.num_columns and rows.num_rows:
+    if library is not None and rows.num_columns and rows.num_rows >= max(NATIVE_ROWS_MIN, NATIVE_PART_MIN * reducers):
         native = NativeSplit(library, rows, narrow, reducers)
         if int(native.counts.max()) < rows.num_rows:  # Otherwise all rows are for one reducer, and stay as they are.
             return native.parts()

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shuffle.errors import SpecError
-from shuffle.partition import hash_partition, split_by_partition
+from shuffle.partition import hash_partition, split, split_by_partition
 from shuffle.partition.xxhash64 import hashable, xxhash64
 from shuffle.support import native
 
@@ -52,7 +52,9 @@ VALUES: dict[pa.DataType, st.SearchStrategy[Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _kernels_as_they_were() -> Iterator[None]:
+def _kernels_also_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(split, "NATIVE_ROWS_MIN", 1)
+    monkeypatch.setattr(split, "NATIVE_PART_MIN", 0)
     yield
     native.kernels.cache_clear()
 
@@ -148,7 +150,8 @@ def test_values_at_the_end_of_their_memory_are_read_exactly() -> None:
     """The last values lie at the very end of a mapped page: a byte too many would be a segmentation fault."""
     code = """
 import mmap, numpy as np, pyarrow as pa
-from shuffle.partition import split_by_partition
+from shuffle.partition import split, split_by_partition
+split.NATIVE_ROWS_MIN, split.NATIVE_PART_MIN = 1, 0
 page = mmap.mmap(-1, 2 * mmap.PAGESIZE)
 import ctypes
 base = ctypes.addressof(ctypes.c_char.from_buffer(page))

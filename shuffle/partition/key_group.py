@@ -37,8 +37,8 @@ _CHUNK_ROWS_MIN = 1 << 18
 chunk, and the key columns are a small part of a row."""
 
 _NATIVE_CHUNK_ROWS_MIN = 8192
-"""The same with compiled kernels, which have no use for values that repeat. Below it, the calls for each chunk cost more
-than joining them."""
+"""The same with compiled kernels, which have no use for values that repeat. Below it, the calls for each chunk cost
+more than joining them."""
 
 Indexes = np.ndarray[Any, np.dtype[Any]]
 

@@ -35,7 +35,8 @@ class NativeSplit:
         self._bits = 8 * self._part.itemsize
         self.counts = np.zeros(reducers, np.int64)
         """The number of rows of each reducer."""
-        self._call("split_counts", self._part_at(0), len(part), reducers, address_of(self.counts))
+        bad = self._call("split_counts", self._part_at(0), len(part), reducers, address_of(self.counts))
+        assert bad == -1, f"row {bad} is for a reducer that does not exist"
         self._used = np.flatnonzero(self.counts).tolist()
         self._sizes: list[int] = self.counts[self._used].tolist()
         self._slots = np.zeros(reducers, np.uint64)
@@ -71,14 +72,14 @@ class NativeSplit:
 
     def _column(self, column: pa.ChunkedArray, row_offsets: list[Indexes]) -> list[pa.Array]:
         data_type = column.type
-        if pa.types.is_string(data_type) or pa.types.is_binary(data_type):
+        if not _is_flat(column):
+            return [_taken(column, offsets) for offsets in row_offsets]
+        if _is_text(data_type):
             buffers = self._texts(column)
         elif pa.types.is_boolean(data_type):
             buffers = [[bits] for bits, _ in self._bitmaps(column, 1)]
-        elif _width_of(data_type):
-            buffers = [[values] for values in self._fixed(column, _width_of(data_type))]
         else:
-            return [_taken(column, offsets) for offsets in row_offsets]
+            buffers = [[values] for values in self._fixed(column, _width_of(data_type))]
         if column.null_count:
             validity = self._bitmaps(column, 0)
         else:
@@ -149,6 +150,16 @@ class NativeSplit:
 
 def _allocate(size: int) -> pa.Buffer:
     return pa.allocate_buffer(size + PADDING_BYTES).slice(0, size)
+
+
+def _is_flat(column: pa.ChunkedArray) -> bool:
+    """Whether the kernels can split the column. Nulls alone may come without memory for values."""
+    known = _is_text(column.type) or pa.types.is_boolean(column.type) or _width_of(column.type) > 0
+    return known and all(chunk.buffers()[1] is not None for chunk in column.chunks if len(chunk))
+
+
+def _is_text(data_type: pa.DataType) -> bool:
+    return bool(pa.types.is_string(data_type) or pa.types.is_binary(data_type))
 
 
 def _width_of(data_type: pa.DataType) -> int:

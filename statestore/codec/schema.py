@@ -176,7 +176,13 @@ class QueueSchema:
 
     def conform_rows(self, rows: pa.Table | pa.RecordBatch) -> pa.RecordBatch:
         """The rows of an append, in the queue's own schema."""
+        if isinstance(rows, pa.RecordBatch) and self._takes_nulls and rows.schema.equals(self.schema):
+            return rows  # Nothing to find wrong with them, which would take 40 µs for one row.
         return conform(rows, self.schema, self.name)
+
+    @cached_property
+    def _takes_nulls(self) -> bool:
+        return all(field.nullable for field in self.schema)
 
     def to_json(self) -> str:
         return json.dumps(

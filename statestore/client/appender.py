@@ -23,8 +23,8 @@ from shuffle.support.retry import Backoff, passes_by_itself
 from shuffle.support.vital_threads import start_vital
 
 LINGER_MS_DEFAULT = 5.0
-"""The milliseconds for which the first rows of an append wait for others, unless the caller wants another number. Kafka's
-producers wait as long."""
+"""The milliseconds for which the first rows of an append wait for others, unless the caller wants another number.
+Kafka's producers wait as long."""
 
 LINGER_MS_MAX = 10_000.0
 

@@ -141,5 +141,7 @@ def _ivy(what: str) -> Path:
     found = sorted(Path(place) / "jars" for place in places or ())
     ivies = [ivy for jars in found for ivy in sorted(jars.glob("ivy-*.jar"))]
     if not ivies:
-        raise NoJars(f"the jars of {what} are fetched with the Ivy of PySpark, which is not installed; run `make setup`")
+        raise NoJars(
+            f"the jars of {what} are fetched with the Ivy of PySpark, which is not installed; run `make setup`"
+        )
     return ivies[0]

@@ -55,7 +55,7 @@ class Ends:
         self.received = 0
         """How many records came, those that came twice too."""
         self._error: KafkaError | None = None
-        self._producer = Producer({"bootstrap.servers": address, "acks": "all", "linger.ms": 0})
+        self._producer = Producer({"bootstrap.servers": address, "acks": "all"})
         consumer = {"bootstrap.servers": address, "group.id": "receipt", "isolation.level": "read_committed"}
         self._consumer = Consumer({**consumer, "enable.auto.commit": False, "auto.offset.reset": "error"})
         self._consumer.assign([TopicPartition(TO, partition, 0) for partition in range(PARTITIONS)])

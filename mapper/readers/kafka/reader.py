@@ -30,6 +30,9 @@ from shuffle.support.logs import get_logger
 
 MESSAGES_AT_ONCE = 1_000
 """The most messages that are taken from the client at once; more at a time are slower."""
+ROWS_AT_ONCE = 16_384
+"""The most rows of one read. While a mapper works on them, the client's threads fetch the next: of a hundred thousand
+rows at a time they would have fetched all that they may long before, and then the mapper would wait for them."""
 POLL_S = 0.1
 """The most seconds of one wait for a message, after which it is seen whether the reader is to stop."""
 FIRST_WAIT_S = 10.0
@@ -131,7 +134,7 @@ class KafkaReader(PartitionReader):
             self._seek(at)
             self._look(at)
         try:
-            taken = self._take(rows_max, at)
+            taken = self._take(min(rows_max, ROWS_AT_ONCE), at)
             # After the rows were taken: if the topic is the same now, they are of the same. Without rows it is enough
             # to learn some time that there is no such topic any more; the client does not say so.
             self._look_if_due(at, bool(taken.count))

@@ -283,4 +283,3 @@ class KafkaReader(PartitionReader):
                 if self._fast is not None:
                     self._fast.close()
                 self._consumer.close()
-

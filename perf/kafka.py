@@ -1,166 +1,81 @@
-"""How fast are records of Kafka read into Arrow columns, beside a bare loop of the same client?
+"""Kafka in and out: how fast are topics read, how does a count compare with Spark's, how late are rows in a topic?
 
-One topic with one partition on a real broker (``tools/kafka.py``) on this machine, records of 115 bytes of JSON. Each
-way reads all of it, in turns, several times:
+Each is a part of its own, with a real broker (``tools/kafka.py``) on this machine; ``--parts`` chooses.
 
-- *bare JSON*: ``consume()`` of ``confluent-kafka``, the values joined and parsed by ``polars.read_ndjson``. This is the
-  best that one gets with few lines; of two sizes of batches the better one counts.
-- *bare raw*: the same into an Arrow array of bytes, without parsing.
-- *reader JSON* and *reader raw*: what a mapper does: ``KafkaReader.read`` and ``decode``, with the checks around them:
-  errors, topic id, positions, bad records. Raw rows have all columns of a record: key, headers, time and offset, too.
-- *plain reader*: the same without the fast path (``fast_path: false``), as it is with TLS or SASL.
-
-``reader_ratio`` and ``raw_ratio`` are rows a second of the reader over the bare loop; the broker is on the same cores.
+- *readers* (``perf.parts.kafka_readers``): records into Arrow columns beside a bare loop of the client.
+  ``reader_ratio`` and ``raw_ratio`` are rows a second over the bare loop; ``plain_…`` those without the fast path;
+- *count* (``perf.parts.kafka_count``): from a topic to a table, beside Spark's own source for Kafka.
+  ``count_vs_spark`` is rows a second over Spark's, ``written_per_byte`` what is written here for a byte that is read;
+- *latency* (``perf.parts.kafka_latency``): from a topic to a topic, exactly once. ``p99_ms`` is from the producer's
+  delivery report to the receipt by a ``read_committed`` consumer.
 """
 
 from __future__ import annotations
 
+import argparse
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import polars as pl
-import pyarrow as pa
-from confluent_kafka import Consumer, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined] # It re-exports without saying so.
-
 from perf.common import report
-from shuffle.mapper.readers.kafka.client import DEFAULTS
-from shuffle.mapper.readers.kafka.input import KafkaInput
-from shuffle.spec.kafka import input_options
-from tools.kafka import Broker
+from perf.parts import kafka_count, kafka_latency, kafka_readers
+from perf.yardsticks.compare_peer import PeerFailed
+from shuffle.errors import ShuffleError
+from tools.kafka import Broker, NoBroker
 
-TOPIC = "rows"
-RECORD_BYTES = 115
-SCHEMA = {"user": "string", "cluster": "string", "amount": "int64", "price": "double"}
-POLARS_SCHEMA = {"user": pl.String, "cluster": pl.String, "amount": pl.Int64, "price": pl.Float64}
-BARE_SIZES = (1_000, 10_000)
-BATCH_ROWS = 100_000
-"""As many as ``mapper.batch_rows_max`` is by default."""
-LIMITS = {"reader_ratio": ">= 1.5", "raw_ratio": ">= 2", "plain_reader_ratio": ">= 0.9"}
+READERS, COUNT, LATENCY = "readers", "count", "latency"
+PARTS = (READERS, COUNT, LATENCY)
+LIMITS = {**kafka_readers.LIMITS, **kafka_count.LIMITS, **kafka_latency.LIMITS}
+Found = tuple[dict[str, float], dict[str, Any]]
 
 
-def record(number: int) -> bytes:
-    user, cluster, price = f"user-{number % 100_000:06d}", f"cluster-{number % 40:02d}", number % 9_999 / 100
-    text = f'{{"user":"{user}","cluster":"{cluster}","amount":{number},"price":{price:.2f},"note":"'
-    return (text + "x" * (RECORD_BYTES - len(text) - 2) + '"}').encode()
-
-
-def fill(address: str, records: int) -> None:
-    admin = AdminClient({"bootstrap.servers": address})
-    admin.create_topics([NewTopic(TOPIC, num_partitions=1, replication_factor=1)])[TOPIC].result(30)
-    producer = Producer({"bootstrap.servers": address, "linger.ms": 20, "batch.size": 1_000_000, "acks": 1})
-    for number in range(records):
-        while True:
-            try:
-                producer.produce(TOPIC, record(number), partition=0)
-                break
-            except BufferError:
-                producer.poll(0.1)
-    if producer.flush(60):
-        raise SystemExit("the broker did not take all records")
-
-
-def bare(address: str, records: int, size: int, use: Callable[[list[bytes]], int]) -> int:
-    """The loop that people write; returns the rows that ``use`` has made."""
-    settings: dict[str, Any] = {**DEFAULTS, "bootstrap.servers": address, "group.id": "bare"}
-    consumer = Consumer({**settings, "enable.auto.commit": False, "auto.offset.reset": "error"})
-    consumer.assign([TopicPartition(TOPIC, 0, 0)])
-    rows = seen = 0
-    while seen < records:
-        messages = consumer.consume(size, 1.0)
-        values = [message.value() for message in messages if message.error() is None]
-        seen += len(values)
-        if values:
-            rows += use(values)  # type: ignore[arg-type] # None of these records is without a value.
-    consumer.close()
-    return rows
-
-
-def parse_json(values: list[bytes]) -> int:
-    return pl.read_ndjson(b"\n".join(values), schema=POLARS_SCHEMA).height
-
-
-def to_binary(values: list[bytes]) -> int:
-    return len(pa.array(values, pa.binary()))
-
-
-def reader(address: str, records: int, **options: Any) -> int:
-    """What a mapper does; returns the rows that ``map`` would get."""
-    mistakes: list[str] = []
-    given = {"topics": TOPIC, "properties": {"bootstrap.servers": address}, **options}
-    made = input_options(given, lambda path, what: mistakes.append(f"{path}: {what}"))
-    if made is None:
-        raise SystemExit("; ".join(mistakes))
-    client: Any = None  # This input asks the cluster, and not the store.
-    opened = KafkaInput({"kafka": made}, client, Path())
-    opened.processor = "perf"
-    one = opened.open(0)
-    one.wait_ms = 1_000
-    rows, seen, token = 0, 0, one.start()
-    while seen < records:
-        table, token = one.read(seen, seen + BATCH_ROWS, token)
-        seen += table.num_rows
-        rows += one.decode(table).rows.num_rows
-    one.close()
-    opened.close()
-    return rows
-
-
-def measured(ways: dict[str, Callable[[], int]], records: int, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each way, and of processor time, in turns, so that what else the machine does hits all alike."""
-    found: dict[str, dict[str, list[float]]] = {name: {"s": [], "cpu_s": []} for name in ways}
-    for turn in range(repeats + 1):
-        for name, way in ways.items():
-            began_s, began_cpu_s = time.perf_counter(), time.process_time()
-            rows = way()
-            if rows != records:
-                raise SystemExit(f"{name}: {rows} rows of {records}")
-            if turn:  # The first turn warms caches up.
-                found[name]["s"].append(time.perf_counter() - began_s)
-                found[name]["cpu_s"].append(time.process_time() - began_cpu_s)
-    return found
-
-
-def main() -> int:
-    parser = report.parser("kafka", "How fast are records of Kafka read into Arrow columns?")
-    parser.add_argument("--records", type=int, default=1_000_000, help="how many records (default a million)")
-    parser.add_argument("--repeats", type=int, default=5, help="how often each way is measured (default 5)")
-    chosen = parser.parse_args()
-    records: int = chosen.records
-    with tempfile.TemporaryDirectory(prefix="perf-kafka-") as folder, Broker(Path(folder), memory="512m") as broker:
-        address = broker.address
-        fill(address, records)
-        ways: dict[str, Callable[[], int]] = {}
-        for size in BARE_SIZES:
-            ways[f"bare JSON, consume({size})"] = lambda size=size: bare(address, records, size, parse_json)  # type: ignore[misc]
-            ways[f"bare raw, consume({size})"] = lambda size=size: bare(address, records, size, to_binary)  # type: ignore[misc]
-        ways["plain reader JSON"] = lambda: reader(address, records, format="json", schema=SCHEMA, fast_path=False)
-        ways["plain reader raw"] = lambda: reader(address, records, fast_path=False)
-        ways["reader JSON"] = lambda: reader(address, records, format="json", schema=SCHEMA)
-        ways["reader raw"] = lambda: reader(address, records)
-        found = measured(ways, records, chosen.repeats)
-    rates = {name: records / report.median(of["s"]) for name, of in found.items()}
-    json_rate = max(rates[f"bare JSON, consume({size})"] for size in BARE_SIZES)
-    raw_rate = max(rates[f"bare raw, consume({size})"] for size in BARE_SIZES)
-    bars = {
-        "reader_ratio": rates["reader JSON"] / json_rate,
-        "raw_ratio": rates["reader raw"] / raw_rate,
-        "plain_reader_ratio": rates["plain reader JSON"] / json_rate,
-        "plain_raw_ratio": rates["plain reader raw"] / raw_rate,
-    }
-    details = {
-        name: {
-            "rows_per_s": rates[name],
-            "cpu_us_per_row": report.median(of["cpu_s"]) / records * 1e6,
-            **{f"seconds_{key}": value for key, value in report.spread(of["s"]).items()},
-        }
-        for name, of in found.items()
-    }
-    report.publish("Records of Kafka into Arrow", bars, {"records": records, **details}, chosen.json, LIMITS)
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments().parse_args(argv)
+    bars: dict[str, float] = {}
+    details: dict[str, Any] = {}
+    for name in args.parts:
+        try:
+            bars_of_part, details[name] = measured(name, args)
+        except (NoBroker, PeerFailed) as error:
+            raise ShuffleError(str(error)) from None
+        bars |= bars_of_part
+    report.publish("Kafka", bars, details, args.json, LIMITS)
     return 0
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = report.parser("kafka", "How fast are topics read, counted and written?")
+    parser.add_argument("--parts", type=chosen, default=PARTS, help=f"which of {','.join(PARTS)} (default: all)")
+    parser.add_argument("--records", type=int, default=1_000_000, help="of the readers (default a million)")
+    parser.add_argument("--repeats", type=int, default=5, help="how often each reader is measured (default 5)")
+    parser.add_argument("--count-records", type=int, default=4_000_000, help="of the count (default 4 million)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each count is measured (default 3)")
+    parser.add_argument("--rows-per-s", type=int, default=1_000, help="of the latency (default 1,000)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of the latency (default 20)")
+    return parser
+
+
+def chosen(text: str) -> tuple[str, ...]:
+    """The parts that are named, in the order in which they are run."""
+    names = text.split(",")
+    unknown = sorted(set(names) - set(PARTS))
+    if unknown:
+        raise argparse.ArgumentTypeError(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    return tuple(name for name in PARTS if name in names)
+
+
+def measured(part: str, args: argparse.Namespace) -> Found:
+    """One part, with a broker of its own: what another part has left there does not burden it."""
+    ways: dict[str, Callable[[Broker, Path], Found]] = {
+        READERS: lambda broker, _: kafka_readers.measure(broker.address, args.records, args.repeats),
+        COUNT: lambda broker, folder: kafka_count.measure(broker, folder, args.count_records, args.rounds),
+        LATENCY: lambda broker, folder: kafka_latency.measure(broker.address, folder, args.rows_per_s, args.seconds),
+    }
+    with tempfile.TemporaryDirectory(prefix="perf-kafka-") as made:
+        folder = Path(made)
+        with Broker(folder / "broker", memory="512m") as broker:
+            return ways[part](broker, folder)
 
 
 if __name__ == "__main__":

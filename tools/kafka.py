@@ -4,39 +4,29 @@
     python -m tools.kafka FOLDER       run a broker with its data in FOLDER until Ctrl-C; its address is printed
 
 A broker is its jars and a Java of version 17 or later: one node that is broker and controller (KRaft), on loopback.
-The jars are in ``kafka_jars.txt``, with their checksums. They are fetched once, with the Ivy that comes with PySpark,
-from where Ivy finds artifacts of Maven by itself; ``SHUFFLE_MAVEN_REPOSITORY`` names another repository, for example a
-mirror. They are kept in ``$XDG_CACHE_HOME/streaming-shuffle`` (``~/.cache``), outside of the repository.
+The jars are in ``kafka_jars.txt``, with their checksums; ``tools/jars.py`` fetches them once. A broker ends with the
+process that has started it, even if that one is killed.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
-import hashlib
-import importlib.util
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-from xml.sax.saxutils import quoteattr
 
-from tools import java_home
+from tools import end_with_parent
+from tools.jars import JarList, NoJars, java
 
-LIST = Path(__file__).with_name("kafka_jars.txt")
-REPOSITORY_VARIABLE = "SHUFFLE_MAVEN_REPOSITORY"
-FETCH_SECONDS_MAX = 600
+JARS = JarList("Kafka", "kafka", Path(__file__).with_name("kafka_jars.txt"))
 START_SECONDS_MAX = 60
 STOP_SECONDS_MAX = 30
 FORMAT_SECONDS_MAX = 60
@@ -83,108 +73,19 @@ class NoBroker(Exception):
     """A broker cannot be had here; the message says why."""
 
 
-@dataclass(frozen=True)
-class Jar:
-    """One artifact of Maven, and the checksum of its file."""
-
-    group: str
-    artifact: str
-    version: str
-    sha256: str
-
-    @property
-    def file_name(self) -> str:
-        return f"{self.artifact}-{self.version}.jar"
-
-
-def wanted_jars() -> list[Jar]:
-    lines = [line for line in LIST.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    rows = (line.replace(":", " ").split() for line in lines)
-    return [Jar(group, artifact, version, sha256) for group, artifact, version, sha256 in rows]
-
-
-def jars_folder() -> Path:
-    """The folder of the jars, whether they are there or not. Its name has the checksum of the list."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "streaming-shuffle" / f"kafka-{hashlib.sha256(LIST.read_bytes()).hexdigest()[:12]}"
-
-
 def fetched_jars() -> Path:
     """The folder of the jars, which are fetched if they are not there; ``NoBroker`` if they cannot be had."""
-    folder = jars_folder()
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(folder.parent / "kafka.lock"):
-        if not folder.is_dir():  # Another process may have fetched them while this one waited.
-            with tempfile.TemporaryDirectory(dir=folder.parent, prefix="fetching-") as work:
-                _fetch(Path(work))
-                (Path(work) / "jars").rename(folder)
-    return folder
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _fetch(work: Path) -> None:
-    """The jars into ``work``/jars, with checksums verified."""
-    java, ivy = _java(), _ivy()
-    jars = wanted_jars()
-    root = os.environ.get(REPOSITORY_VARIABLE)
-    at = f" root={quoteattr(root)}" if root else ""
-    (work / "settings.xml").write_text(
-        f'<ivysettings><settings defaultResolver="maven"/><resolvers><ibiblio name="maven" m2compatible="true"'
-        f' usepoms="false"{at}/></resolvers></ivysettings>'
-    )
-    entries = "".join(
-        f'<dependency org="{jar.group}" name="{jar.artifact}" rev="{jar.version}" transitive="false">'
-        f'<artifact name="{jar.artifact}" type="jar"/></dependency>'
-        for jar in jars
-    )
-    (work / "ivy.xml").write_text(
-        '<ivy-module version="2.0"><info organisation="shuffle" module="broker"/>'
-        f"<dependencies>{entries}</dependencies></ivy-module>"
-    )
-    options = ["-settings", "settings.xml", "-cache", str(work / "cache"), "-ivy", "ivy.xml"]
-    command = [java, "-jar", str(ivy), *options, "-retrieve", "jars/[artifact]-[revision].[ext]"]
     try:
-        done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=FETCH_SECONDS_MAX, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoBroker(f"the jars of Kafka cannot be fetched: {error}") from error
-    if done.returncode != 0:
-        last = " ".join((done.stdout + done.stderr).split())[-600:]
-        raise NoBroker(
-            f"the jars of Kafka cannot be fetched (set {REPOSITORY_VARIABLE} if this machine needs a mirror of Maven's "
-            f"repository): {last}"
-        )
-    for jar in jars:
-        content = (work / "jars" / jar.file_name).read_bytes()
-        if hashlib.sha256(content).hexdigest() != jar.sha256:
-            raise NoBroker(f"{jar.file_name} is not the file that {LIST.name} names: its checksum differs")
+        return JARS.fetched()
+    except NoJars as error:
+        raise NoBroker(str(error)) from error
 
 
-@cache
 def _java() -> str:
-    home = java_home.find()
-    if home is None:
-        raise NoBroker("there is no Java of version 17 or later; `make setup` installs one")
-    return str(home / "bin" / "java")
-
-
-def _ivy() -> Path:
-    pyspark = importlib.util.find_spec("pyspark")
-    places = pyspark.submodule_search_locations if pyspark else None
-    found = sorted(Path(place) / "jars" for place in places or ())
-    ivies = [ivy for jars in found for ivy in sorted(jars.glob("ivy-*.jar"))]
-    if not ivies:
-        raise NoBroker(
-            "the jars of Kafka are fetched with the Ivy of PySpark, which is not installed; run `make setup`"
-        )
-    return ivies[0]
+    try:
+        return java()
+    except NoJars as error:
+        raise NoBroker(str(error)) from error
 
 
 def free_ports(count: int) -> list[int]:
@@ -200,7 +101,7 @@ def free_ports(count: int) -> list[int]:
 class Broker:
     """A broker with its data in a folder, on ports of loopback that it keeps over restarts.
 
-    As a context manager it is started, and killed at the end if it still runs.
+    As a context manager it is started, and killed at the end if it still runs. It does not outlive this process.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, str | int] | None = None, memory: str = "256m") -> None:
@@ -231,6 +132,8 @@ class Broker:
     def start(self) -> Self:
         """Start it, with the data of an earlier start if there are any; ``NoBroker`` if it does not come up."""
         assert not self.running, "it runs already"
+        # The kernel would end it with the thread that has started it.
+        assert threading.current_thread() is threading.main_thread(), "a broker is started by the main thread"
         jars = fetched_jars()
         java = _java()
         classes = ("-cp", f"{jars}/*")
@@ -251,8 +154,9 @@ class Broker:
         logging = f"-Dlog4j2.configurationFile={self.folder / 'log4j2.properties'}"
         with self.log.open("ab") as log:
             begin = log.tell()
+            server = (f"-Xmx{self._memory}", *JAVA_OPTIONS, logging, *classes, "kafka.Kafka", str(properties))
             self._process = subprocess.Popen(
-                [java, f"-Xmx{self._memory}", *JAVA_OPTIONS, logging, *classes, "kafka.Kafka", str(properties)],
+                end_with_parent.command(java, *server),
                 stdout=log,
                 stderr=log,
                 # Ctrl-C at a terminal goes to whoever runs the broker, and that one stops it.

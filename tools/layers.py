@@ -59,7 +59,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("shuffle", ("shuffle", "pyspark_shuffle")),
     ("examples", ("shuffle.examples",)),
     ("cli", ("shuffle.cli",)),
-    ("broker", ("tools.kafka", "tools.java_home")),
+    ("broker", tuple(f"tools.{name}" for name in ("kafka", "jars", "java_home", "end_with_parent"))),
     ("perf", ("perf",)),
     ("tools", ("tools",)),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from shuffle import HashMapper, Reducer
-from shuffle.examples.activity import KEY_COLUMNS
+from shuffle.examples.activity import KEY_COLUMNS, DeclaredCountByUser
 from shuffle.statestore import Transaction
 
 
@@ -31,3 +31,20 @@ class KeepNothing(Reducer):
         if rows.num_rows and rows.nbytes == 0:
             raise ValueError("rows without bytes")
         return None
+
+
+class NumberedLines(HashMapper):
+    """What ``KeyAndTime`` keeps, and the number of the line."""
+
+    key = KEY_COLUMNS
+    columns = (*KEY_COLUMNS, "timestamp", "number")
+
+
+class CountAndPublish(DeclaredCountByUser):
+    """The count of the activity job, which also emits the number of every line that it has counted."""
+
+    def reduce(self, rows: pa.Table) -> Transaction | None:
+        tx = super().reduce(rows)
+        assert tx is not None
+        self.emit(tx, rows.select(["number"]))
+        return tx

@@ -198,8 +198,8 @@ def fill_with(state: StateClient, queue: str, schema: pa.Schema, batches: Iterab
     return sum(batch.nbytes for _, batch in held)
 
 
-def forget(state: StateClient, processor: str, queue: str, table: str = "") -> None:
-    """Drop what a finished run has left in the store, and empty the user's table.
+def forget(state: StateClient, processor: str, queue: str | None, table: str = "") -> None:
+    """Drop what a finished run has left in the store, its input ``queue`` too, and empty the user's table.
 
     The user's table is not dropped, because a process that has used it, such as a worker of Spark, expects it to exist.
     """
@@ -211,4 +211,5 @@ def forget(state: StateClient, processor: str, queue: str, table: str = "") -> N
             with state.transaction() as tx:
                 tx.delete(table, keys)
                 tx.commit()
-    state.drop_queue(queue)
+    if queue is not None:
+        state.drop_queue(queue)

@@ -72,6 +72,10 @@ class Spark(Base):
             raise ShuffleError(f"Spark repartitioned {reply['rows_behind']} rows of {self._input.rows}")
         return run
 
+    def _source(self) -> dict[str, Any]:
+        """Where the process finds the rows."""
+        return {"parquet": str(self._input.parquet), "files_per_batch": FILES_PER_BATCH}
+
     @property
     def _counted(self) -> Path:
         return self._folder / "spark-counted.parquet"
@@ -82,11 +86,7 @@ class Spark(Base):
         )  # Starts the peer here: it ends with the thread that has started it, and the meter's thread ends soon.
         with Meter(lambda: [pid]) as meter:
             reply, started_s = self._process.ask(
-                job=job,
-                question=self._input.question.name,
-                parquet=str(self._input.parquet),
-                files_per_batch=FILES_PER_BATCH,
-                partitions=partitions,
+                job=job, question=self._input.question.name, partitions=partitions, **self._source()
             )
             meter.stop_counting_bytes()
         return self._measured(meter, reply, started_s, "Spark"), reply

@@ -64,9 +64,9 @@ def session(folder: Path, slots: int = CORES, settings: Mapping[str, str] | None
 class Jobs:
     """The requests of this process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, str] | None = None) -> None:
         self._folder = folder
-        self._spark = session(folder)
+        self._spark = session(folder, settings=settings)
         self._queries = 0
         self._checkpoint = folder
         self._counted: list[str] = []

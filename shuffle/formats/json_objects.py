@@ -28,7 +28,6 @@ from shuffle.formats.base import (
     Format,
     check_columns,
     decode_in_halves,
-    joined,
     short,
     values_of,
 )
@@ -48,7 +47,7 @@ class JsonFormat(Format):
         }
 
     def decode(self, values: pa.Array) -> Decoded:
-        return decode_in_halves(_in_lines(values), self._attempt, self.schema, self._why)
+        return decode_in_halves(values, self._attempt, self.schema, self._why)
 
     def _attempt(self, values: pa.Array) -> pa.Table:
         try:
@@ -57,8 +56,10 @@ class JsonFormat(Format):
             raise CannotDecode(short(error)) from error
 
     def _read(self, values: pa.Array) -> pa.Table:
-        lines = pc.binary_join(pa.ListArray.from_arrays([0, len(values)], values), b"\n")[0].as_buffer()
-        frame = pl.read_ndjson(lines.to_pybytes(), schema=self._read_as)
+        lines = _lines(values)
+        if lines.count(b"\n") != len(values) - 1:
+            lines = _lines(_in_lines(values))
+        frame = pl.read_ndjson(lines, schema=self._read_as)
         # A blank value is no line: without a line break in any value, as many rows as values means one of each.
         if frame.height != len(values):
             raise ValueError("there is no JSON object in it")
@@ -88,10 +89,16 @@ class JsonFormat(Format):
         return values_of(data[data != NEWLINE].tobytes(), lengths)
 
 
+def _lines(values: pa.Array) -> bytes:
+    """``values``, one or more, none of them null, with line breaks between them."""
+    joined: bytes = (
+        pc.binary_join(pa.ListArray.from_arrays([0, len(values)], values), b"\n")[0].as_buffer().to_pybytes()
+    )
+    return joined
+
+
 def _in_lines(values: pa.Array) -> pa.Array:
     """``values`` without line breaks inside of any."""
-    if b"\n" not in joined(values).to_pybytes():  # The copy costs less than any other way to search a buffer.
-        return values
     return pa.array([_in_one_line(value) for value in values.to_pylist()], pa.binary())
 
 

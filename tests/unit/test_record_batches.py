@@ -19,6 +19,13 @@ Record = tuple[int, int, bytes | None, bytes | None, list[tuple[bytes, bytes | N
 """Offset delta, time delta, key, value, headers."""
 
 
+@pytest.fixture(params=["few", "many"], autouse=True)
+def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches here are small, and must be read in the way of large ones, too."""
+    if request.param == "many":
+        monkeypatch.setattr(record_batches, "FEW_RECORDS", 0)
+
+
 def zigzag(number: int) -> bytes:
     raw = number << 1 if number >= 0 else (-number << 1) - 1
     parts = bytearray()

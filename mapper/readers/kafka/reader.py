@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
@@ -26,10 +25,14 @@ from shuffle.mapper.readers.kafka.columns import HEADERS, Records, headers_of, t
 from shuffle.mapper.readers.kafka.fast import FastPath
 from shuffle.mapper.readers.kafka.positions import NO_EPOCH, Partition, Position, decode, encode, gone, made_anew
 from shuffle.mapper.readers.kafka.record_batches import Unfit
+from shuffle.mapper.readers.kafka.taken import Taken
 from shuffle.support.logs import get_logger
 
 MESSAGES_AT_ONCE = 1_000
 """The most messages that are taken from the client at once; more at a time are slower."""
+ROWS_AT_ONCE = 16_384
+"""The most rows of one read. While a mapper works on them, the client's threads fetch the next: of a hundred thousand
+rows at a time they would have fetched all that they may long before, and then the mapper would wait for them."""
 POLL_S = 0.1
 """The most seconds of one wait for a message, after which it is seen whether the reader is to stop."""
 FIRST_WAIT_S = 10.0
@@ -131,15 +134,15 @@ class KafkaReader(PartitionReader):
             self._seek(at)
             self._look(at)
         try:
-            messages = self._take(rows_max, at)
+            taken = self._take(min(rows_max, ROWS_AT_ONCE), at)
             # After the rows were taken: if the topic is the same now, they are of the same. Without rows it is enough
             # to learn some time that there is no such topic any more; the client does not say so.
-            self._look_if_due(at, bool(messages))
+            self._look_if_due(at, bool(taken.count))
         except BaseException:
             self._at = None  # What was taken is lost to the client: it must be told again where to read.
             raise
-        self._at = self._position(at, messages[-1] if messages else None)
-        return self._table(messages), encode(self._at)
+        self._at = self._position(at, taken.last)
+        return self._records.table(taken.columns(), taken.count), encode(self._at)
 
     def _seek(self, at: Position) -> None:
         self._fresh = True
@@ -167,31 +170,28 @@ class KafkaReader(PartitionReader):
             raise made_anew(self._partition)
         self._looked_s = now_s
 
-    def _take(self, rows_max: int, at: Position) -> list[Message]:
-        """Messages that are there; if there are none, wait for some."""
-        taken: list[Message] = []
+    def _take(self, rows_max: int, at: Position) -> Taken:
+        """What is there; if there is nothing, wait for something."""
+        taken = Taken(self._records.needs)
         left_bytes = self.batch_bytes_max
         now_s = time.monotonic()
         deadline_s = now_s + self.wait_ms / 1000
-        while len(taken) < rows_max and left_bytes > 0:
+        while taken.count < rows_max and left_bytes > 0:
             wait_s = 0.0
-            if not taken:
+            if not taken.count:
                 until_s = max(deadline_s, now_s + FIRST_WAIT_S) if self._fresh else deadline_s
                 wait_s = max(0.0, min(POLL_S, until_s - time.monotonic()))
                 if self._interrupted.is_set():
                     break
             # For the first one alone: the client waits until it has as many as it was asked for.
-            asked = 1 if wait_s else min(MESSAGES_AT_ONCE, rows_max - len(taken))
+            asked = 1 if wait_s else min(MESSAGES_AT_ONCE, rows_max - taken.count)
             batch = self._consumer.consume(asked, wait_s)
             if not batch:
-                if taken or (wait_s == 0.0):
+                if taken.count or (wait_s == 0.0):
                     break
                 self._complain()
                 continue
-            good = self._good(batch, at)
-            taken += good
-            # Of as many messages at most, the first and the last tell about how large they are.
-            left_bytes -= len(good) * (len(good[0]) + len(good[-1])) // 2 if good else 0
+            left_bytes -= taken.add(self._good(batch, at))
         return taken
 
     def _good(self, batch: list[Message], at: Position) -> list[Message]:
@@ -236,20 +236,6 @@ class KafkaReader(PartitionReader):
         offset = max(at.offset, place.offset, behind)
         epoch = None if last is None else last.leader_epoch()
         return Position(at.topic_id, offset, at.leader_epoch if epoch is None else int(epoch))
-
-    def _table(self, messages: list[Message]) -> pa.Table:
-        needs = self._records.needs
-        columns: dict[str, Any] = {
-            "value": pa.array([message.value() for message in messages], pa.binary()),
-            "offset": _offsets(messages),
-        }
-        if "key" in needs:
-            columns["key"] = [message.key() for message in messages]
-        if "headers" in needs:
-            columns["headers"] = [headers_of(message.headers()) for message in messages]
-        if "timestamp" in needs:
-            columns["timestamp"] = timestamps_of([message.timestamp()[1] for message in messages])
-        return self._records.table(columns, len(messages))
 
     # Beside reading
 
@@ -297,12 +283,3 @@ class KafkaReader(PartitionReader):
                 if self._fast is not None:
                     self._fast.close()
                 self._consumer.close()
-
-
-def _offsets(messages: list[Message]) -> Any:
-    """The offset of each message. Mostly there is no gap between them, and two are enough to know it."""
-    if messages:
-        first, last = messages[0].offset(), messages[-1].offset()
-        if first is not None and last is not None and last - first + 1 == len(messages):
-            return pa.array(np.arange(first, last + 1, dtype=np.int64))
-    return [message.offset() for message in messages]

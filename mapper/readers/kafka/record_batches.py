@@ -9,7 +9,8 @@ is believed without a check:
   must be the whole batch, and as many as the batch says;
 - offsets rise, and none is behind the last one of the batch.
 
-A batch that does not fit this form (keys in some records only, headers, values that are null) is read record by record.
+A batch that does not fit this form (keys in some records only, headers, values that are null) is read record by record,
+and so are batches of few records: to call polars costs as much as a hundred records do.
 
 Records of aborted transactions are left out, and so are control records, as the plain client does.
 """
@@ -37,6 +38,9 @@ CRC_FROM = 21
 SYNC = b"kafka.record.bat"
 BATCH_BYTES_MAX = 128 * 1024 * 1024
 """The most bytes of a batch once it is not compressed any more."""
+
+FEW_RECORDS = 64
+"""Up to so many records are read one by one: half a millisecond less for each response of a topic with little in it."""
 
 _CODECS = {1: "gzip", 3: "lz4", 4: "zstd"}
 """Snappy is left to the plain client: Kafka frames it in a way of its own."""
@@ -173,7 +177,11 @@ _HEADERS = {with_key: _header(_schema(with_key)) for with_key in (False, True)}
 def columns_of(batches: Sequence[Batch]) -> Columns:
     """The records of all batches, in their order."""
     parts = []
+    few = sum(batch.record_count for batch in batches) <= FEW_RECORDS
     for with_key, run in _runs(batches):
+        if few:
+            parts += [_one_by_one(batch) for batch in run]
+            continue
         try:
             parts.append(_many(run, with_key))
         except Unfit:

@@ -3,7 +3,7 @@
 1. The store: if ``state`` is a folder that no daemon serves, one is started for it. If a daemon that another process
    has started serves it and ends, one is started in its place.
 2. The spec is checked against the store, and ``map`` on a sample of the input; nothing else runs before that.
-3. Mappers, reducers and, if the output is outside of the store, the exporter are started; processes that die are
+3. Mappers, reducers and, if rows go to a place outside of the store, exporters are started; processes that die are
    started again, after waits that grow.
 4. The end: Ctrl-C, SIGTERM, or ``--until-drained`` and everything is committed. Reducers stop first, so that the rows
    they have fetched are still acknowledged; then the exporter, which publishes what they have emitted; then mappers,
@@ -33,6 +33,7 @@ from shuffle.preflight.check import check_against_store
 from shuffle.run.dead_letters import dead_letter_note
 from shuffle.run.determinism import Difference, check_map
 from shuffle.run.drain import DrainGoal, drain_goal, is_drained
+from shuffle.run.exporters import exporter_children
 from shuffle.run.growth import Growth
 from shuffle.run.status import ProcessorStatus, StatusCollector
 from shuffle.run.store_service import StoreKeeper, log_folder, open_client, require_store, served_store, serving_address
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 STATE_ENVIRONMENT = "SHUFFLE_STATE"
 """The environment variable with which workers get the address of the store."""
-MODULES = {"mapper": "shuffle.mapper", "reducer": "shuffle.reducer", "exporter": "shuffle.reducer.exporter"}
+MODULES = {"mapper": "shuffle.mapper", "reducer": "shuffle.reducer"}
 """The Python module that a worker of each role runs."""
 TICK_S = 0.1
 """Seconds between two rounds of the loop that watches the processes."""
@@ -168,9 +169,10 @@ class Controller:
         hosted = {
             "mapper": share_out(mapper_count, spec.mapper.per_process),
             "reducer": share_out(reducer_count, spec.reducer.per_process),
-            "exporter": [range(spec.reducer.count)] if spec.output is not None and spec.output.is_outside else [],
         }
         workers = {role: [self._start(role, indexes, logs) for indexes in of] for role, of in hosted.items()}  # 3
+        exporters = exporter_children(spec, client, logs, self._options.until_drained)
+        workers["exporter"] = [self._supervisor.add(child) for child in exporters]
         self._say(f"{spec.processor}: {mapper_count} mappers, {reducer_count} reducers, logs in {logs}")
         growth = None if goal is not None else Growth(spec, client, mapper_count)
         try:
@@ -206,8 +208,6 @@ class Controller:
         arguments = [os.fspath(self._given.path), "--index", text]
         workers = [f"{role} {index}" for index in indexes]
         log_path = logs / f"{role}-{text}.log"
-        if role == "exporter" and self._options.until_drained:
-            arguments.append("--draining")
         child = Child(f"{role} {text}", MODULES[role], lambda: arguments, log_path, workers=workers)
         return self._supervisor.add(child)
 

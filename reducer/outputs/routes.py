@@ -104,6 +104,18 @@ def routes(spec: ProcessorSpec) -> list[Route]:
     return [*([] if output is None else [output]), *dead_letter_routes(spec)]
 
 
+def exporters_missing(spec: ProcessorSpec, client: StateClient) -> str:
+    """A sentence for people if rows are to go outside and no exporter is registered to carry them; else empty."""
+    idle = [route for route in routes(spec) if not client.leases.members(route.group)]
+    if not idle:
+        return ""
+    queues = " and ".join(route.queue for route in idle)
+    return (
+        f"no exporter is registered for {queues}: rows stay there until one runs. `shuffle run SPEC` starts it, with "
+        "--mappers-only too; `shuffle exporter SPEC` runs it alone"
+    )
+
+
 def unexported_rows(spec: ProcessorSpec, client: StateClient) -> int:
     """The rows that exporters have yet to carry outside."""
     total = 0

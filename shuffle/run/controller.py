@@ -68,6 +68,8 @@ __all__ = [
     "Controller",
     "RestartPolicy",
     "RunOptions",
+    "death_of",
+    "hopeless",
     "serving_address",
     "log_folder",
     "require_store",
@@ -294,9 +296,7 @@ class Controller:
 
     def _report_death(self, child: Child) -> None:
         """Prints each reason once, so that a worker that keeps dying does not hide all other output."""
-        text = f"{child.name} died: {child.last_error}; starting it again"
-        if child.policy.keeps_dying:
-            text = f"{child.name} keeps dying ({child.policy.deaths} times in a row): {child.last_error}"
+        text = death_of(child)
         key = text.split("(")[0] + str(child.last_error)
         if not self._options.screen and key not in self._reported and len(self._reported) < 1_000:
             self._reported.add(key)
@@ -304,20 +304,32 @@ class Controller:
 
     def _give_up_if_hopeless(self, spec: ProcessorSpec) -> None:
         """Ends the run with an error if a worker keeps dying and it is no use to wait for it."""
-        for child in self._supervisor.keeps_dying():
-            if child.last_code == EXIT_SPEC:
-                self._failure = SpecError(f"{child.name}: {child.last_error}")
-            elif self._options.until_drained:
-                deaths = child.policy.deaths
-                error_type = UserCodeError if child.last_code == EXIT_USER_CODE else ShuffleError
-                self._failure = error_type(
-                    f"{spec.processor}: not drained: {child.name} died {deaths} times in a row: {child.last_error}",
-                    worker=child.name,
-                )
-            else:
-                continue
+        failure = hopeless(spec, self._supervisor, self._options.until_drained)
+        if failure is not None:
+            self._failure = failure
             self._stop.set()
-            return
+
+
+def death_of(child: Child) -> str:
+    """A line for people about a process that has died."""
+    if child.policy.keeps_dying:
+        return f"{child.name} keeps dying ({child.policy.deaths} times in a row): {child.last_error}"
+    return f"{child.name} died: {child.last_error}; starting it again"
+
+
+def hopeless(spec: ProcessorSpec, supervisor: Supervisor, until_drained: bool) -> ShuffleError | None:
+    """The error of a process that keeps dying and that it is no use to wait for; None if there is none."""
+    for child in supervisor.keeps_dying():
+        if child.last_code == EXIT_SPEC:
+            return SpecError(f"{child.name}: {child.last_error}")
+        if until_drained:
+            deaths = child.policy.deaths
+            error_type = UserCodeError if child.last_code == EXIT_USER_CODE else ShuffleError
+            return error_type(
+                f"{spec.processor}: not drained: {child.name} died {deaths} times in a row: {child.last_error}",
+                worker=child.name,
+            )
+    return None
 
 
 def not_deterministic(spec: ProcessorSpec, difference: Difference) -> str:

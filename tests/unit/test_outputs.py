@@ -17,7 +17,7 @@ from shuffle.preflight.check import check_against_store
 from shuffle.reducer.outputs.opening import emitter, open_output
 from shuffle.reducer.outputs.output import Output
 from shuffle.reducer.outputs.queue import QueueOutput
-from shuffle.reducer.outputs.routes import routes
+from shuffle.reducer.outputs.routes import exporters_missing, routes
 from shuffle.run.dead_letters import Replay, Replayed, dead_letter_queues
 from shuffle.spec.config import ProcessorSpec, load_spec
 from shuffle.spec.outputs import KINDS, OutputKind, OutputSpec, QueueOutputSpec
@@ -354,3 +354,16 @@ def test_replay_without_an_output_leaves_the_rows_where_they_are(tmp_path: Path,
     with pytest.raises(SpecError, match="output: is missing"):
         replay(spec, client)
     assert client.queue("job/reducer_dead_letters").bounds() == [(0, 2)]
+
+
+def test_missing_exporters_are_named_until_they_are_registered(tmp_path: Path, job: str, client: StateClient) -> None:
+    text = "output: {parquet: ./out}\ndead_letters: {parquet: ./letters}\n"
+    spec = spec_of(tmp_path, job, text, **SETTING_ASIDE)
+    check_against_store(spec, client)
+    said = exporters_missing(spec, client)
+    assert said.startswith("no exporter is registered for job/outbox and job/reducer_dead_letters: rows stay there")
+    client.leases.register("job/exporters", "guid", {}, ttl_ms=60_000)
+    assert exporters_missing(spec, client).startswith("no exporter is registered for job/reducer_dead_letters: ")
+    client.leases.register("job/exporters of job/reducer_dead_letters", "guid", {}, ttl_ms=60_000)
+    assert exporters_missing(spec, client) == ""
+    assert exporters_missing(spec_of(tmp_path, job), client) == "", "a queue of the store needs none"

@@ -56,8 +56,11 @@ test: check ## check, then every test but the long ones
 test-long: $(STAMP) ## the long tests only
 	$(WITH_JAVA) $(BIN)/python -m pytest -m long --timeout 1800 $(PYTEST_ARGS)
 
+# Which of the tests with a broker: `make test-kafka KAFKA_TESTS='kafka and long'` leaves out those that `make test` runs.
+KAFKA_TESTS ?= kafka
+
 test-kafka: $(STAMP) ## the tests with a real Kafka broker, the long ones too; they fail if it cannot be had
-	$(WITH_JAVA) SHUFFLE_TEST_KAFKA=always $(BIN)/python -m pytest -m kafka --timeout 600 $(PYTEST_ARGS)
+	$(WITH_JAVA) SHUFFLE_TEST_KAFKA=always $(BIN)/python -m pytest -m '$(KAFKA_TESTS)' --timeout 600 $(PYTEST_ARGS)
 
 perf: $(STAMP) ## every benchmark, results and pictures also in perf/results
 	@mkdir -p perf/results

@@ -67,12 +67,14 @@ class ReducerMetrics(Metrics):
 
 
 class ExporterMetrics(Metrics):
-    def __init__(self, processor: str, index: int, enabled: bool = True, beside: ExporterMetrics | None = None) -> None:
+    def __init__(
+        self, processor: str, index: int | str, enabled: bool = True, beside: ExporterMetrics | None = None
+    ) -> None:
         super().__init__(processor, "exporter", index, enabled, beside)
         self.exported_rows = self._counter("exported_rows", "Rows published to the output")
         self.exported_bytes = self._counter("exported_bytes", "Bytes of the rows published to the output, as in memory")
         self.publishes = self._counter("publishes", "Batches published to the output")
-        self.export_lag_rows = self._gauge("export_lag_rows", "Rows of the outbox that are not published yet")
+        self.export_lag_rows = self._gauge("export_lag_rows", "Rows of the queue that are not published yet")
         self.split_brains = self._counter("split_brains", "Times another instance of this worker was noticed")
         self.restarts = self._counter("restarts", "Times the pipeline started again from the persisted state")
         self.publish_seconds = self._seconds("publish_seconds", "Time of one publication")

@@ -2,7 +2,8 @@
 
 Spark places the tasks and starts them again, on another executor when one is lost; workers find each other through
 discovery, as they do without Spark. A task that is killed is a worker that is killed: what it had in memory is read and
-mapped again.
+mapped again. Exporters, if rows go to a place outside of the store, are processes beside the driver: they need no
+slot, and the libraries of their sinks are where the driver is.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from pyspark import InheritableThread, TaskContext
@@ -26,7 +28,10 @@ from shuffle.errors import ShuffleError, SpecError, StoreUnavailable
 from shuffle.mapper.readers.opening import open_input
 from shuffle.preflight.check import check_against_store
 from shuffle.run.controller import (
+    STATE_ENVIRONMENT,
     RunOptions,
+    death_of,
+    hopeless,
     log_folder,
     not_deterministic,
     served_store,
@@ -34,6 +39,7 @@ from shuffle.run.controller import (
 from shuffle.run.dead_letters import dead_letter_note
 from shuffle.run.determinism import check_map
 from shuffle.run.drain import drain_goal, is_drained
+from shuffle.run.exporters import exporter_children
 from shuffle.run.supervisor import Supervisor
 from shuffle.spec.config import ProcessorSpec
 from shuffle.spec.index_sets import indexes_text, share_out
@@ -58,6 +64,9 @@ RESTART_S_MAX = 10.0
 CANCEL_S_MAX = 10.0
 """The longest time in seconds that is spent on cancelling the job."""
 
+DEATHS_SAID_MAX = 1_000
+"""The most different deaths of processes beside the job that are reported."""
+
 JOB_GROUP = "shuffle-workers"
 
 
@@ -73,7 +82,7 @@ def run_on_spark(
     1. Connect to the store; if the spec names a folder and the master is local, start a daemon for it.
     2. Check the spec against the store, and that the cluster has a slot for each worker: all workers must run at the
        same time.
-    3. Start the job, and watch it.
+    3. Start the exporters, if there is work for them, and the job, and watch them.
     4. End after Ctrl-C or SIGTERM, when the input is drained, or when a worker has failed too often.
     """
     if spec.state_folder is not None and not master.startswith("local"):
@@ -98,22 +107,56 @@ def run_on_spark(
             goal = drain_goal(stack.enter_context(open_input(spec, client)), mapper_count)
         reducer_count = spec.reducer.count if options.reducers else 0
         if not stop.is_set():
+            beside = stack.enter_context(_exporters(spec, client, supervisor, logs, options, say))  # 3
             spark = _session(spec, master)
             stack.callback(spark.stop)
             stack.enter_context(_handled(stop))  # Again: a new session has installed its own handler instead of ours.
             _wait_for_slots(spark, len(share_out(mapper_count, spec.mapper.per_process)) + reducer_count, say)
             job = _Job(spark, spec, mapper_count, reducer_count)
-            job.start()  # 3
+            job.start()
             stack.callback(job.cancel)
             say(f"{spec.processor}: {mapper_count} mappers and {reducer_count} reducers as tasks of {master}")
             while not stop.wait(LOOK_S):  # 4
                 job.check()
+                beside()
                 with contextlib.suppress(StoreUnavailable):
                     if goal is not None and is_drained(goal, spec, client):
                         say(f"{spec.processor}: drained{dead_letter_note(spec, client)}")
                         return 0
             say(f"{spec.processor}: stopped; it goes on from here when it is run again{dead_letter_note(spec, client)}")
         return 128 + signal.SIGINT if stop.number == signal.SIGINT else 0
+
+
+@contextlib.contextmanager
+def _exporters(
+    spec: ProcessorSpec,
+    client: StateClient,
+    supervisor: Supervisor,
+    logs: Path,
+    options: RunOptions,
+    say: Callable[[str], None],
+) -> Iterator[Callable[[], None]]:
+    """Run the exporters of the processor, and what else the supervisor keeps. In the block, call what this yields now
+    and then: it starts again what has died, and raises if that is of no use. They stop after the job, cleanly."""
+    os.environ[STATE_ENVIRONMENT] = spec.state
+    children = [supervisor.add(child) for child in exporter_children(spec, client, logs, options.until_drained)]
+    said: set[str] = set()
+
+    def look() -> None:
+        for child in supervisor.tick(time.monotonic()):
+            line = death_of(child)
+            if line not in said and len(said) < DEATHS_SAID_MAX:
+                said.add(line)
+                say(f"{spec.processor}: {line}")
+        failure = hopeless(spec, supervisor, options.until_drained)
+        if failure is not None:
+            raise failure
+
+    try:
+        yield look
+    finally:
+        supervisor.stop(children)
+        os.environ.pop(STATE_ENVIRONMENT, None)
 
 
 def _check_first_rows(spec: ProcessorSpec, client: StateClient, mapper_count: int, options: RunOptions) -> None:

@@ -37,6 +37,7 @@ from shuffle.reducer.core import ReduceBatch, ReducerCore, Settled
 from shuffle.reducer.cycle import CycleEnvironment, ReduceCycle
 from shuffle.reducer.daemon import limits_of
 from shuffle.reducer.outputs.opening import emitter
+from shuffle.reducer.outputs.routes import exporters_missing
 from shuffle.reducer.pace import GATHER_S, IDLE_S
 from shuffle.reducer.reduce import Reduced, ReduceStage
 from shuffle.spark_connector.options import Options
@@ -45,7 +46,7 @@ from shuffle.spark_connector.sink.emitted import Emission, emitted_schema, prepa
 from shuffle.spark_connector.source.processor import MapperProgress, Processor
 from shuffle.spark_connector.source.query_lease import begin_task
 from shuffle.spark_connector.source.reader import DriverSide, ReducerPart, StreamReaderBase, source_processor
-from shuffle.spark_connector.waiting import Waiting
+from shuffle.spark_connector.waiting import Waiting, say
 from shuffle.spec.config import ProcessorSpec
 from shuffle.statestore import StateClient
 from shuffle.support.retry import Backoff
@@ -144,6 +145,8 @@ class ReduceStreamReader(StreamReaderBase):
 
     def _check(self, spec: ProcessorSpec, client: StateClient) -> None:
         check_against_store(spec, client)
+        if missing := exporters_missing(spec, client):
+            say(f"{spec.processor}: {missing}")
         if self._emit:
             prepare(client, spec.processor, self._emit, spec.reducer.count)
 

@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keep_small()
 
     from shuffle.errors import ShuffleError
+    from shuffle.reducer.exporter.chosen import Chosen
     from shuffle.reducer.exporter.daemon import run
     from shuffle.reducer.exporter.repair import set_position
     from shuffle.spec.config import load_spec
@@ -28,9 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         indexes = None if options.index is None else parse_indexes(options.index, "exporter")
+        chosen = Chosen(indexes, options.dead_letters)
         spec = load_spec(options.spec)
         if options.position is not None:
-            print(set_position(spec, indexes, options.position))
+            print(set_position(spec, chosen, options.position))
             return 0
     except ShuffleError as error:
         return report(error)
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    return run(spec, indexes, draining=options.draining, stop=stop)
+    return run(spec, chosen, draining=options.draining, stop=stop)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,7 +51,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--index",
         metavar="I",
-        help="which partitions of the outbox, one for each reducer, counted from 0: 0,2,5 or 0-3 (default: all)",
+        help="which partitions of the outbox, one for each reducer, counted from 0: 0,2,5 or 0-3 (default: all, and "
+        "the dead letters)",
+    )
+    parser.add_argument(
+        "--dead-letters",
+        choices=("mapper", "reducer", "all"),
+        help="not the outbox but the rows that this role has set aside; --index then counts partitions of their queue",
     )
     parser.add_argument(
         "--draining", action="store_true", help="publish small batches, too, so that the outbox is soon empty"

@@ -70,8 +70,18 @@ class ExportBatch:
 class ExporterCore:
     """What one instance of the exporter of one partition knows. No threads, sockets or clocks."""
 
-    def __init__(self, partition: int, sink: str, keeps_position: bool, limits: BatchLimits) -> None:
+    def __init__(
+        self,
+        partition: int,
+        sink: str,
+        keeps_position: bool,
+        limits: BatchLimits,
+        letters: tuple[str, str] | None = None,
+    ) -> None:
+        """``letters`` are the role and the queue, if it is not the outbox that is exported but a queue of dead letters,
+        of which people may have taken rows before any exporter worked on it."""
         self.partition = partition
+        self._letters = letters
         self._sink = sink
         self._keeps_position = keeps_position
         self._limits = limits
@@ -99,7 +109,7 @@ class ExporterCore:
         self.found_other = mine is not None and found is not None and found.owner != mine
         self.state = None
         if found is None:
-            if outbox_begin:
+            if outbox_begin and self._letters is None:
                 raise PositionLost(
                     f"{self._named} begins at {outbox_begin}, and no exporter has ever worked on it: somebody else has "
                     "trimmed it, or the table of exports was dropped. Rows may be missing outside; to go on without "
@@ -107,7 +117,7 @@ class ExporterCore:
                     partition=self.partition,
                     outbox_begin=outbox_begin,
                 )
-            return ExportState(guid, self._sink, 0)
+            return ExportState(guid, self._sink, outbox_begin)
         if found.sink == self._sink:
             return replace(found, owner=guid)
         if found.in_flight_end is not None:
@@ -246,16 +256,21 @@ class ExporterCore:
     # -- errors -------------------------------------------------------------------------------------------------------
 
     @property
+    def _queue(self) -> str:
+        return "the outbox" if self._letters is None else f"the queue {self._letters[1]}"
+
+    @property
     def _named(self) -> str:
-        return f"partition {self.partition} of the outbox"
+        return f"partition {self.partition} of {self._queue}"
 
     def _lost(self, sink_position: int | None, position: int) -> PositionLost:
         has = "has no position" if sink_position is None else f"says {sink_position}"
+        of_letters = f" --dead-letters {self._letters[0]}" if self._letters else ""
         return PositionLost(
             f"{self._named}: {self._sink} {has}, and rows before {position} have been published to it. Was it deleted, "
             "created anew or restored? Look at what it has: to go on after all rows that were trimmed, run "
-            f"`shuffle exporter SPEC --index {self.partition} --position {position}` once; rows from there on that it "
-            "has already would then be there twice",
+            f"`shuffle exporter SPEC{of_letters} --index {self.partition} --position {position}` once; rows "
+            "from there on that it has already would then be there twice",
             partition=self.partition,
             sink_position=sink_position,
             position=position,
@@ -263,7 +278,7 @@ class ExporterCore:
 
     def _ahead(self, sink_position: int, position: int) -> PositionLost:
         return PositionLost(
-            f"{self._named}: {self._sink} says {sink_position}, and of this outbox only rows before {position} were "
+            f"{self._named}: {self._sink} says {sink_position}, and of {self._queue} only rows before {position} were "
             "ever published to it. It has rows of an earlier processor of this name, or the store was restored: give "
             "the output a new place, or the processor another name",
             partition=self.partition,
@@ -272,7 +287,7 @@ class ExporterCore:
         )
 
     def _does_not_fit(self, start: int, begin: int, end: int) -> PositionLost:
-        what = "rows between them were trimmed" if start < begin else "it has rows that the outbox never had"
+        what = "rows between them were trimmed" if start < begin else f"it has rows that {self._queue} never had"
         return PositionLost(
             f"{self._named} has the rows from {begin} up to {end}, and {self._sink} is at {start}: {what}. Was one of "
             "them restored or created anew? Restore what belongs together, or give the output a new place",

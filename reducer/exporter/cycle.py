@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+import pyarrow as pa
+
 from shuffle.durable.export_state import ExportState
 from shuffle.errors import OutOfRange, SplitBrain
 from shuffle.ids import new_guid
@@ -40,7 +42,9 @@ class ExportCycle:
         table: str,
         clock: Callable[[], float],
         metrics: Metrics,
+        outside: Callable[[pa.Table], pa.Table] = lambda rows: rows,
     ) -> None:
+        """``outside`` makes of rows of the queue ``outbox`` those that are published, one of each."""
         self._client = client
         self._sink = sink
         self._core = core
@@ -48,6 +52,7 @@ class ExportCycle:
         self._table = table
         self._clock = clock
         self._metrics = metrics
+        self._outside = outside
         self._used_s = clock()
         """When the sink was used last, by the clock."""
 
@@ -77,7 +82,7 @@ class ExportCycle:
         if core.notes_each_batch or core.may_publish:
             return
         if is_unknown_to_sink:  # 4
-            self._sink.publish(self._queue().schema.empty_table(), core.position, core.position)
+            self._sink.publish(self._outside(self._queue().schema.empty_table()), core.position, core.position)
         self._note(core.under_way())
 
     def stop(self) -> None:
@@ -143,7 +148,7 @@ class ExportCycle:
             crash_points.reach("exporter.after_intent")
         begin_s = self._clock()
         crash_points.reach("exporter.before_publish")
-        self._sink.publish(batch.rows, batch.begin, batch.end)  # 2
+        self._sink.publish(self._outside(batch.rows), batch.begin, batch.end)  # 2
         crash_points.reach("exporter.after_publish")
         core.published(batch)
         self._used_s = self._clock()

@@ -15,14 +15,15 @@ from functools import partial
 from typing import TypeVar
 
 from shuffle.discovery import Membership
-from shuffle.durable.tables import exporters_group
-from shuffle.errors import ShuffleError, SpecError, SplitBrain, UnknownTable
+from shuffle.errors import ShuffleError, SplitBrain, UnknownTable
 from shuffle.ids import new_guid
 from shuffle.metrics import ExporterMetrics, serve_metrics
 from shuffle.preflight.check import check_against_store
+from shuffle.reducer.exporter.chosen import Chosen
 from shuffle.reducer.exporter.core import BatchLimits, ExporterCore
 from shuffle.reducer.exporter.cycle import ExportCycle
 from shuffle.reducer.outputs.opening import open_sink
+from shuffle.reducer.outputs.routes import Route
 from shuffle.reducer.outputs.sink import Sink
 from shuffle.spec.config import ProcessorSpec
 from shuffle.statestore import StateClient
@@ -56,43 +57,27 @@ _log = get_logger(__name__)
 
 def run(
     spec: ProcessorSpec,
-    partitions: Sequence[int] | None = None,
+    chosen: Chosen | None = None,
     *,
     draining: bool = False,
     stop: threading.Event | None = None,
 ) -> int:
-    """Run the exporters of ``partitions`` (default: all) in this process, until ``stop`` is set or one cannot go on.
-    Returns the exit code; errors are printed to stderr. With ``draining``, batches wait for few rows."""
+    """Run the ``chosen`` exporters (default: all) in this process, until ``stop`` is set or one cannot go on. Returns
+    the exit code; errors are printed to stderr. With ``draining``, batches wait for few rows."""
     stop = stop or threading.Event()
+    chosen = chosen or Chosen()
     try:
-        hosted = check_partitions(spec, partitions)
+        chosen.check(spec)
         client = _patiently(spec.open_state, "the state store", stop)
         if client is None:
             return 0
         with client:
             if _patiently(lambda: check_against_store(spec, client), "the state store", stop) is not None:
-                _run_hosted(spec, hosted, client, stop, draining)
+                hosted = _patiently(lambda: chosen.exporters(spec, client), "the state store", stop)
+                _run_hosted(spec, hosted or [], client, stop, draining)
             return 0
     except ShuffleError as error:
         return report(error)
-
-
-def check_partitions(spec: ProcessorSpec, partitions: Sequence[int] | None) -> list[int]:
-    """The partitions to work on; ``SpecError`` if there is no work for an exporter, or no such partition."""
-    if spec.output is None or not spec.output.is_outside:
-        kind = "no output" if spec.output is None else f"a {spec.output.kind} of the state store as its output"
-        raise SpecError(
-            f"{spec.path}: the processor {spec.processor} has {kind}, so there is nothing to export", field="output"
-        )
-    hosted = list(range(spec.reducer.count)) if partitions is None else list(partitions)
-    for index in hosted:
-        if not 0 <= index < spec.reducer.count:
-            raise SpecError(
-                f"there is no exporter {index}: there is one for each of the {spec.reducer.count} reducers of "
-                f"{spec.path}, counted from 0",
-                field="reducer.count",
-            )
-    return hosted
 
 
 def _patiently(call: Callable[[], T], peer: str, stop: threading.Event) -> T | None:
@@ -106,13 +91,13 @@ def _patiently(call: Callable[[], T], peer: str, stop: threading.Event) -> T | N
 
 def _run_hosted(
     spec: ProcessorSpec,
-    partitions: Sequence[int],
+    exporters: Sequence[tuple[Route, int]],
     client: StateClient,
     stop: threading.Event,
     draining: bool = False,
 ) -> None:
-    """Run exporters side by side until ``stop`` is set. An error after which one of them cannot go on ends all of them,
-    and is raised."""
+    """Run exporters, each of a partition of a route, side by side until ``stop`` is set. An error after which one of
+    them cannot go on ends all of them, and is raised."""
     failures: list[ShuffleError] = []
 
     def fail(error: ShuffleError) -> None:
@@ -120,10 +105,12 @@ def _run_hosted(
         stop.set()
 
     daemons: list[ExporterDaemon] = []
-    for index in partitions:
+    for route, partition in exporters:
         beside = daemons[0].metrics if daemons else None
-        daemons.append(ExporterDaemon(spec, index, client, draining, beside))
-    port = spec.metrics_port("exporter", partitions[0])
+        daemons.append(ExporterDaemon(spec, route, partition, client, draining, beside))
+    if not daemons:
+        return  # Stopped before they were known.
+    port = daemons[0].metrics_port
     with ExitStack() as stack:
         attributes = {}
         if port is not None:
@@ -131,9 +118,9 @@ def _run_hosted(
             attributes["metrics"] = stack.enter_context(server).address
         threads = []
         for daemon in daemons:
-            with logged_as_worker(daemon.index):
+            with logged_as_worker(daemon.name):
                 run_one = partial(daemon.run_reporting, stop, attributes, fail)
-                threads.append(start_vital(run_one, f"exporter-{daemon.index}", fail))
+                threads.append(start_vital(run_one, f"exporter-{daemon.name}", fail))
         for thread in threads:
             thread.join()
     if failures:
@@ -141,23 +128,28 @@ def _run_hosted(
 
 
 class ExporterDaemon:
-    """One instance of the exporter of one partition of the outbox."""
+    """One instance of the exporter of one partition of the outbox, or of a dead-letter queue."""
 
     def __init__(
         self,
         spec: ProcessorSpec,
-        index: int,
+        route: Route,
+        partition: int,
         client: StateClient,
         draining: bool = False,
         beside: ExporterMetrics | None = None,
     ) -> None:
         """``beside`` are the metrics of another exporter of this process, if there is one."""
-        self.index = index
+        self.name = route.worker(partition)
+        self.partition = partition
         self.guid = new_guid()
         self._spec = spec
+        self._route = route
         self._client = client
-        self._limits = limits_of(spec, draining)
-        self.metrics = ExporterMetrics(spec.processor, index, spec.metrics_port("exporter", index) is not None, beside)
+        self._limits = limits_of(route, draining)
+        # Dead letters that have a process of their own take the port after those of the outbox.
+        self.metrics_port = spec.metrics_port("exporter", spec.reducer.count if route.is_dead_letters else partition)
+        self.metrics = ExporterMetrics(spec.processor, self.name, self.metrics_port is not None, beside)
         self._backoff = Backoff(BACKOFF_MS, BACKOFF_MS_MAX)
         self._split_brains = Backoff(BACKOFF_MS, BACKOFF_MS_MAX)
         self._split_brain_s: float | None = None
@@ -171,25 +163,32 @@ class ExporterDaemon:
             self.run(stop, attributes, fail)
         except ShuffleError as error:
             _log.error("stopped", error=error, **error.fields)
-            fail(type(error)(f"exporter {self.index}: {error.message}", **error.fields))
+            fail(type(error)(f"exporter {self.name}: {error.message}", **error.fields))
 
     def run(self, stop: threading.Event, attributes: dict[str, str], fail: Callable[[ShuffleError], None]) -> None:
         """Run until ``stop`` is set; raises the error after which the exporter cannot go on."""
-        spec = self._spec
-        listed = {"index": str(self.index), **attributes}
-        with Membership(self._client, exporters_group(spec.processor), self.guid, listed, spec.lease_ttl_ms, fail):
+        spec, route = self._spec, self._route
+        listed = {"index": str(self.partition), **attributes}
+        with Membership(self._client, route.group, self.guid, listed, spec.lease_ttl_ms, fail):
             sink = self._await_sink(stop)
             if sink is None:
                 return
-            core = ExporterCore(self.index, sink.identity, sink.keeps_position, self._limits)
+            core = ExporterCore(
+                self.partition,
+                sink.identity,
+                sink.keeps_position,
+                self._limits,
+                None if route.role is None else (route.role, route.queue),
+            )
             cycle = ExportCycle(
                 self._client,
                 sink,
                 core,
-                outbox=spec.outbox,
-                table=spec.exports_table,
+                outbox=route.queue,
+                table=route.table,
                 clock=time.monotonic,
                 metrics=self.metrics,
+                outside=route.outside,
             )
             try:
                 self._run_cycle(cycle, core, stop)
@@ -201,18 +200,21 @@ class ExporterDaemon:
         """The sink, once there is an outbox, which the first row that is emitted creates; None when stopped."""
         while not stop.is_set():
             try:
-                sink = _patiently(lambda: open_sink(self._spec, self._client, self.index), "the state store", stop)
+                sink = _patiently(self._open_sink, "the state store", stop)
                 if sink is None:
                     return None
-                _patiently(self._reserve_outbox, "the state store", stop)
+                _patiently(self._reserve_queue, "the state store", stop)
                 return sink
             except UnknownTable:
                 stop.wait(OUTBOX_CHECK_S)
         return None
 
-    def _reserve_outbox(self) -> bool:
-        """Nobody else may consume, and trim, the outbox."""
-        reserve_queue(self._client, exporters_group(self._spec.processor), self._spec.outbox)
+    def _open_sink(self) -> Sink:
+        return open_sink(self._spec, self._route, self._client, self.partition)
+
+    def _reserve_queue(self) -> bool:
+        """Nobody else may consume, and trim, the queue."""
+        reserve_queue(self._client, self._route.group, self._route.queue)
         return True
 
     def _run_cycle(self, cycle: ExportCycle, core: ExporterCore, stop: threading.Event) -> None:
@@ -272,7 +274,7 @@ class ExporterDaemon:
         wait_s = self._split_brains.next_s()
         self.metrics.split_brains.inc()
         _log.error(
-            f"split brain: another instance of exporter {self.index} of processor {self._spec.processor} is alive and "
+            f"split brain: another instance of exporter {self.name} of processor {self._spec.processor} is alive and "
             "has taken the partition over. What this instance had under way is settled by the sink; it goes on from "
             "there. If nobody meant to start two, stop this one",
             guid=self.guid,
@@ -282,8 +284,7 @@ class ExporterDaemon:
         return wait_s
 
 
-def limits_of(spec: ProcessorSpec, draining: bool) -> BatchLimits:
-    assert spec.output is not None
-    rows_max, bytes_max, age_ms = spec.output.limits
+def limits_of(route: Route, draining: bool) -> BatchLimits:
+    rows_max, bytes_max, age_ms = route.output.limits
     limits = BatchLimits(rows_max, bytes_max, age_ms, TRIM_PERIOD_MS)
     return replace(limits, age_ms=min(age_ms, DRAINING_AGE_MS)) if draining else limits

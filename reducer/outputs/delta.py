@@ -34,7 +34,7 @@ class DeltaSink(Sink):
         self._uri = str(place.config["delta"])
         self._columns = list(place.config["partition_by"])
         self._schema = place.schema
-        self._app = f"{place.processor}/{place.partition}"
+        self._app = f"{place.name}/{place.partition}"
         options = place.config["storage_options"] or {}
         self._options = {
             name: resolved(value, place.folder, f"storage_options.{name}") for name, value in options.items()

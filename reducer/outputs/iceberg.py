@@ -49,7 +49,7 @@ class IcebergSink(Sink):
     def __init__(self, place: SinkPlace) -> None:
         self._name = str(place.config["iceberg"])
         self._schema = place.schema
-        self._property = f"shuffle.{place.processor}.{place.partition}"
+        self._property = f"shuffle.{place.name}.{place.partition}"
         given = place.config["catalog"] or {}
         self._settings = {name: resolved(value, place.folder, f"catalog.{name}") for name, value in given.items()}
         # Some catalogs keep the tables of each name apart, and settings may be in the library's own file, by this name.

@@ -95,10 +95,11 @@ class KafkaSink(Sink):
         options: KafkaOutputOptions = place.config["kafka"]
         self._options = options
         self._schema = place.schema
+        self._section = place.section
         self._check_columns()
         self._value_columns = list(options.columns or place.schema.names)
         self._format = _format_of(options, pa.schema([place.schema.field(name) for name in self._value_columns]), place)
-        self._name = f"{options.group or place.processor}-exporter-{place.partition}"
+        self._name = f"{options.group or place.processor}{place.queue_mark}-exporter-{place.partition}"
         self._settings = {
             name: resolved(value, place.folder, f"properties.{name}") for name, value in options.properties.items()
         }
@@ -118,9 +119,9 @@ class KafkaSink(Sink):
             missing = [name for name in columns if name not in self._schema.names]
             if missing:
                 raise SpecError(
-                    f"output.kafka.{key}: {', '.join(missing)}: the rows that are emitted have the columns "
+                    f"{self._section}.kafka.{key}: {', '.join(missing)}: the rows have the columns "
                     f"{', '.join(self._schema.names)}",
-                    field=f"output.kafka.{key}",
+                    field=f"{self._section}.kafka.{key}",
                 )
 
     @property
@@ -134,9 +135,9 @@ class KafkaSink(Sink):
         self.close()
         self._delivery_error = None
         settings = {**DEFAULTS, **self._settings}
-        self._producer = _made(lambda: Producer({**settings, **FIXED, "transactional.id": self._name}))
+        self._producer = _made(self._section, lambda: Producer({**settings, **FIXED, "transactional.id": self._name}))
         # It reads nothing; the position belongs to its group.
-        self._consumer = _made(lambda: Consumer({**settings, **CONSUMER, "group.id": self._name}))
+        self._consumer = _made(self._section, lambda: Consumer({**settings, **CONSUMER, "group.id": self._name}))
         with self._errors("opening the transactional producer", ServiceUnavailable):
             self._producer.init_transactions(CALL_S_MAX)  # 1
         with self._errors("reading the position", ServiceUnavailable):
@@ -262,7 +263,7 @@ def _format_of(options: KafkaOutputOptions, schema: pa.Schema, place: SinkPlace)
 
             return ArrowFormat(schema)
     except BadInput as error:
-        raise SpecError(f"output.kafka.format: {error.message}") from None
+        raise SpecError(f"{place.section}.kafka.format: {error.message}") from None
     return open_format(options.value, place.folder)
 
 
@@ -291,11 +292,11 @@ def _bytes_of(column: pa.ChunkedArray) -> Sequence[Any]:
     return pc.cast(column, pa.binary()).to_pylist()  # type: ignore[no-any-return]
 
 
-def _made(make: Callable[[], Any]) -> Any:
+def _made(section: str, make: Callable[[], Any]) -> Any:
     """A client; ``SpecError`` if it refuses its settings, without the values, which may be secrets."""
     try:
         return make()
     except (KafkaException, ValueError, TypeError) as error:
         what = error.args[0] if error.args else None
         name = what.name() if isinstance(what, KafkaError) else type(error).__name__
-        raise SpecError(f"output.kafka.properties: the client refuses its settings ({name})") from None
+        raise SpecError(f"{section}.kafka.properties: the client refuses its settings ({name})") from None

@@ -11,6 +11,7 @@ from shuffle.api import Emit
 from shuffle.errors import SpecError
 from shuffle.reducer.outputs.outbox import OutboxOutput
 from shuffle.reducer.outputs.output import Output
+from shuffle.reducer.outputs.routes import Route
 from shuffle.reducer.outputs.sink import Sink, SinkPlace
 from shuffle.spec.config import ProcessorSpec
 from shuffle.spec.outputs import IS_INPUT, KINDS
@@ -24,14 +25,15 @@ def _load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def open_sink(spec: ProcessorSpec, client: StateClient, partition: int) -> Sink:
-    """The sink of one partition of the outbox, not yet opened; ``UnknownTable`` while there is no outbox."""
-    assert spec.output is not None
-    path = KINDS[spec.output.kind].sink
-    assert path is not None, f"{spec.output.kind} is no place outside of the state store"
-    schema = client.queue(spec.outbox).schema
+def open_sink(spec: ProcessorSpec, route: Route, client: StateClient, partition: int) -> Sink:
+    """The sink of one partition of the queue of a route, not yet opened; ``UnknownTable`` while there is no queue."""
+    path = KINDS[route.output.kind].sink
+    assert path is not None, f"{route.output.kind} is no place outside of the state store"
+    schema = route.outside(client.queue(route.queue).schema.empty_table()).schema
     make = _load(path)
-    sink: Sink = make(SinkPlace(spec.output.config, spec.path.parent, spec.processor, partition, schema))
+    folder = spec.path.parent
+    place = SinkPlace(route.output.config, folder, spec.processor, partition, schema, route.section, route.mark)
+    sink: Sink = make(place)
     return sink
 
 

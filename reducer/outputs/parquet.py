@@ -48,13 +48,13 @@ class ParquetSink(Sink):
         self._uri = str(place.config["parquet"])
         self._columns = tuple(place.config["partition_by"])
         self._compression = str(place.config["compression"])
-        self._stem = f"{place.processor}-{place.partition}-"
+        self._stem = f"{place.name}-{place.partition}-"
         missing = [name for name in self._columns if name not in place.schema.names]
         if missing or len(self._columns) == len(place.schema.names):
             raise SpecError(
-                f"output.partition_by: {', '.join(missing or self._columns)}: the rows that are emitted have the "
+                f"{place.section}.partition_by: {', '.join(missing or self._columns)}: the rows have the "
                 f"columns {', '.join(place.schema.names)}, at least one of which must stay in the files",
-                field="output.partition_by",
+                field=f"{place.section}.partition_by",
             )
         self._files: Any = None
         self._folder = ""

@@ -24,15 +24,25 @@ class SinkPlace:
     """Which exporter a sink is for, and what the spec says about it."""
 
     config: Mapping[str, Any]
-    """The keys of the section ``output`` in the spec, and their values."""
+    """The keys of the section of the spec that names the place, and their values."""
     folder: Path
     """The folder of the spec, for values that are relative paths."""
     processor: str
     """The name of the processor."""
     partition: int
-    """The partition of the outbox."""
+    """The partition of the outbox, or of the dead-letter queue."""
     schema: pa.Schema
-    """The columns of the rows in the outbox."""
+    """The columns of the rows that are published."""
+    section: str = "output"
+    """The section of the spec: ``output`` or ``dead_letters``."""
+    queue_mark: str = ""
+    """What tells the positions of a dead-letter queue from those of the outbox, and of other such queues. It begins
+    with a character that no name of a processor has."""
+
+    @property
+    def name(self) -> str:
+        """The name under which the place knows the rows' origin, beside the partition."""
+        return self.processor + self.queue_mark
 
 
 class Sink(ABC):

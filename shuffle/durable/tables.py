@@ -8,6 +8,7 @@
     PROCESSOR/emitted                   where the rows of a batch begin that reducers under Spark hand over to Spark
     PROCESSOR/exports                   one row for each exporter: what is outside already (``export_state``)
     PROCESSOR/outbox                    a queue: rows on their way to an output outside of the store
+    QUEUE/exports                       the same as PROCESSOR/exports for a dead-letter queue that is carried outside
     PROCESSOR/spill/MAPPER              a queue: the spilled rows themselves, with a partition for each reducer
     PROCESSOR/ROLE_dead_letters         a queue: rows that ``map`` or ``reduce`` refused, unless the spec names another
 
@@ -55,6 +56,11 @@ def exports_table(processor: str) -> str:
     return f"{processor}/exports"
 
 
+def dead_letter_exports_table(queue: str) -> str:
+    """Named by the queue, and not by the processor: positions are of this queue, whoever uses it."""
+    return f"{queue}/exports"
+
+
 def outbox_queue(processor: str) -> str:
     return f"{processor}/outbox"
 
@@ -77,6 +83,10 @@ def reducers_group(processor: str) -> str:
 
 def exporters_group(processor: str) -> str:
     return f"{processor}/exporters"
+
+
+def dead_letter_exporters_group(processor: str, queue: str) -> str:
+    return f"{processor}/exporters of {queue}"
 
 
 def query_group(processor: str) -> str:

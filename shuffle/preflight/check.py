@@ -24,14 +24,16 @@ from shuffle.durable.read_order import READS_KEY, READS_VALUE
 from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE
 from shuffle.durable.spill_ends import SPILLS_KEY, SPILLS_VALUE
 from shuffle.durable.upgrade import refuse_old_tables
-from shuffle.errors import SpecError
+from shuffle.errors import SpecError, TableExists
 from shuffle.mapper.reader import Input
 from shuffle.mapper.readers.opening import mistakes_located, open_input
 from shuffle.preflight.fingerprint import check_fingerprint
 from shuffle.reducer.outputs.opening import check_output
+from shuffle.reducer.outputs.routes import routes
 from shuffle.spec.config import ProcessorSpec
 from shuffle.statestore.client.queue_consumers import create_consumers_table
 from shuffle.user_code.load import load_class
+from shuffle.user_code.poison import DEAD_LETTER_SCHEMA
 
 if TYPE_CHECKING:
     from shuffle.statestore import StateClient
@@ -104,6 +106,15 @@ def create_tables(spec: ProcessorSpec, client: StateClient) -> None:
     if spec.mapper.partitions_per_mapper > 1:
         client.create_table(spec.reads_table, key=READS_KEY, value=READS_VALUE, if_not_exists=True)
     client.create_table(spec.reducers_table, key=REDUCERS_KEY, value=REDUCERS_VALUE, if_not_exists=True)
-    if spec.output is not None and spec.output.is_outside:
-        client.create_table(spec.exports_table, key=EXPORTS_KEY, value=EXPORTS_VALUE, if_not_exists=True)
+    for route in routes(spec):
+        client.create_table(route.table, key=EXPORTS_KEY, value=EXPORTS_VALUE, if_not_exists=True)
+        if route.is_dead_letters:
+            _create_dead_letter_queue(spec, client, route.queue)
     create_consumers_table(client)
+
+
+def _create_dead_letter_queue(spec: ProcessorSpec, client: StateClient, name: str) -> None:
+    try:
+        client.create_queue(name, schema=DEAD_LETTER_SCHEMA, partitions=1, if_not_exists=True)
+    except TableExists as error:
+        raise SpecError(f"{spec.path}: dead_letter_queue {name} is not one: {error}", queue=name) from None

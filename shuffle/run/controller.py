@@ -3,7 +3,7 @@
 1. The store: if ``state`` is a folder that no daemon serves, one is started for it. If a daemon that another process
    has started serves it and ends, one is started in its place.
 2. The spec is checked against the store, and ``map`` on a sample of the input; nothing else runs before that.
-3. Mappers, reducers and, if the output is outside of the store, the exporter are started; processes that die are
+3. Mappers, reducers and, if rows go to a place outside of the store, exporters are started; processes that die are
    started again, after waits that grow.
 4. The end: Ctrl-C, SIGTERM, or ``--until-drained`` and everything is committed. Reducers stop first, so that the rows
    they have fetched are still acknowledged; then the exporter, which publishes what they have emitted; then mappers,
@@ -33,6 +33,7 @@ from shuffle.preflight.check import check_against_store
 from shuffle.run.dead_letters import dead_letter_note
 from shuffle.run.determinism import Difference, check_map
 from shuffle.run.drain import DrainGoal, drain_goal, is_drained
+from shuffle.run.exporters import exporter_children
 from shuffle.run.growth import Growth
 from shuffle.run.status import ProcessorStatus, StatusCollector
 from shuffle.run.store_service import StoreKeeper, log_folder, open_client, require_store, served_store, serving_address
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 STATE_ENVIRONMENT = "SHUFFLE_STATE"
 """The environment variable with which workers get the address of the store."""
-MODULES = {"mapper": "shuffle.mapper", "reducer": "shuffle.reducer", "exporter": "shuffle.reducer.exporter"}
+MODULES = {"mapper": "shuffle.mapper", "reducer": "shuffle.reducer"}
 """The Python module that a worker of each role runs."""
 TICK_S = 0.1
 """Seconds between two rounds of the loop that watches the processes."""
@@ -67,6 +68,8 @@ __all__ = [
     "Controller",
     "RestartPolicy",
     "RunOptions",
+    "death_of",
+    "hopeless",
     "serving_address",
     "log_folder",
     "require_store",
@@ -168,9 +171,10 @@ class Controller:
         hosted = {
             "mapper": share_out(mapper_count, spec.mapper.per_process),
             "reducer": share_out(reducer_count, spec.reducer.per_process),
-            "exporter": [range(spec.reducer.count)] if spec.output is not None and spec.output.is_outside else [],
         }
         workers = {role: [self._start(role, indexes, logs) for indexes in of] for role, of in hosted.items()}  # 3
+        exporters = exporter_children(spec, client, logs, self._options.until_drained)
+        workers["exporter"] = [self._supervisor.add(child) for child in exporters]
         self._say(f"{spec.processor}: {mapper_count} mappers, {reducer_count} reducers, logs in {logs}")
         growth = None if goal is not None else Growth(spec, client, mapper_count)
         try:
@@ -206,8 +210,6 @@ class Controller:
         arguments = [os.fspath(self._given.path), "--index", text]
         workers = [f"{role} {index}" for index in indexes]
         log_path = logs / f"{role}-{text}.log"
-        if role == "exporter" and self._options.until_drained:
-            arguments.append("--draining")
         child = Child(f"{role} {text}", MODULES[role], lambda: arguments, log_path, workers=workers)
         return self._supervisor.add(child)
 
@@ -294,9 +296,7 @@ class Controller:
 
     def _report_death(self, child: Child) -> None:
         """Prints each reason once, so that a worker that keeps dying does not hide all other output."""
-        text = f"{child.name} died: {child.last_error}; starting it again"
-        if child.policy.keeps_dying:
-            text = f"{child.name} keeps dying ({child.policy.deaths} times in a row): {child.last_error}"
+        text = death_of(child)
         key = text.split("(")[0] + str(child.last_error)
         if not self._options.screen and key not in self._reported and len(self._reported) < 1_000:
             self._reported.add(key)
@@ -304,20 +304,32 @@ class Controller:
 
     def _give_up_if_hopeless(self, spec: ProcessorSpec) -> None:
         """Ends the run with an error if a worker keeps dying and it is no use to wait for it."""
-        for child in self._supervisor.keeps_dying():
-            if child.last_code == EXIT_SPEC:
-                self._failure = SpecError(f"{child.name}: {child.last_error}")
-            elif self._options.until_drained:
-                deaths = child.policy.deaths
-                error_type = UserCodeError if child.last_code == EXIT_USER_CODE else ShuffleError
-                self._failure = error_type(
-                    f"{spec.processor}: not drained: {child.name} died {deaths} times in a row: {child.last_error}",
-                    worker=child.name,
-                )
-            else:
-                continue
+        failure = hopeless(spec, self._supervisor, self._options.until_drained)
+        if failure is not None:
+            self._failure = failure
             self._stop.set()
-            return
+
+
+def death_of(child: Child) -> str:
+    """A line for people about a process that has died."""
+    if child.policy.keeps_dying:
+        return f"{child.name} keeps dying ({child.policy.deaths} times in a row): {child.last_error}"
+    return f"{child.name} died: {child.last_error}; starting it again"
+
+
+def hopeless(spec: ProcessorSpec, supervisor: Supervisor, until_drained: bool) -> ShuffleError | None:
+    """The error of a process that keeps dying and that it is no use to wait for; None if there is none."""
+    for child in supervisor.keeps_dying():
+        if child.last_code == EXIT_SPEC:
+            return SpecError(f"{child.name}: {child.last_error}")
+        if until_drained:
+            deaths = child.policy.deaths
+            error_type = UserCodeError if child.last_code == EXIT_USER_CODE else ShuffleError
+            return error_type(
+                f"{spec.processor}: not drained: {child.name} died {deaths} times in a row: {child.last_error}",
+                worker=child.name,
+            )
+    return None
 
 
 def not_deterministic(spec: ProcessorSpec, difference: Difference) -> str:

@@ -12,7 +12,8 @@
   reason. The processor must not be running: its reducers may remember what they have written to their tables.
 
 So each row takes effect once, however often a replay is started or interrupted. Two replays at the same time conflict
-on a row of ``PROCESSOR/meta`` that both expect to be unchanged.
+on a row of ``PROCESSOR/meta`` that both expect to be unchanged. If the spec moves dead letters to a place outside
+(``dead_letters``), these commands are about the rows that are not there yet: see ``taking_letters``.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from shuffle.ids import new_guid
 from shuffle.limits import MIB
 from shuffle.preflight.check import count_mappers
 from shuffle.reducer.outputs.opening import emitter
+from shuffle.run.taking_letters import note_taken, refuse_beside_exporter
 from shuffle.spec.config import ProcessorSpec
 from shuffle.support.logs import get_logger
 from shuffle.user_code.create import create_reducer
@@ -173,12 +175,15 @@ def newest_dead_letter(client: StateClient, queue: str) -> DeadLetter | None:
 # Dropping and replaying ----------------------------------------------------------------------------------------------
 
 
-def drop(client: StateClient, queue: str) -> int:
+def drop(spec: ProcessorSpec, client: StateClient, queue: str) -> int:
     """Drops all dead letters in ``queue`` and returns their number."""
+    refuse_beside_exporter(client, spec.processor, queue)
     bounds = client.queue(queue).bounds()
     with client.transaction() as tx:
-        for partition, (_, end) in enumerate(bounds):
-            tx.trim(queue, partition, end)
+        for partition, (begin, end) in enumerate(bounds):
+            if begin < end:
+                note_taken(client, tx, queue, partition, end)
+                tx.trim(queue, partition, end)
         tx.commit()
     return sum(end - begin for begin, end in bounds)
 
@@ -207,6 +212,7 @@ class Replay:
 
     def run(self, queue: DeadLetterQueue) -> None:
         """Replays all dead letters that are in ``queue`` now."""
+        refuse_beside_exporter(self._client, self._spec.processor, queue.queue)
         handle = self._client.queue(queue.queue)
         for partition, (_, end) in enumerate(handle.bounds()):
             attempts = 0
@@ -252,6 +258,7 @@ class Replay:
         else:
             tx = self._reduced(queue.name, partition, taken, pa.concat_tables(originals), done)
         with tx:
+            note_taken(self._client, tx, queue.name, partition, after)
             tx.trim(queue.name, partition, after)
             if marker.num_rows:
                 tx.expect(self._spec.meta_table, marker)

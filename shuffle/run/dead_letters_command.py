@@ -142,7 +142,7 @@ def _drop(spec: ProcessorSpec, client: StateClient, options: argparse.Namespace)
     words = dead_letter_summary(queues)
     if words and not options.yes:
         raise BadInput(f"this gives up {words} for good: look with `show`, and add --yes")
-    print(f"{spec.processor}: {sum(drop(client, queue.queue) for queue in queues):,} rows dropped")
+    print(f"{spec.processor}: {sum(drop(spec, client, queue.queue) for queue in queues):,} rows dropped")
 
 
 def _of_one_role(queues: list[DeadLetterQueue], options: argparse.Namespace) -> list[DeadLetterQueue]:

@@ -1,5 +1,5 @@
 """``--until-drained``: recognises that all input that was there at the start has been committed, and
-that what reducers have emitted is outside."""
+that what is to go outside is there."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shuffle.durable.tables import spill_queue
-from shuffle.errors import UnknownTable
 from shuffle.ids import Token
 from shuffle.mapper.reader import START, Input
+from shuffle.reducer.outputs.routes import unexported_rows
 from shuffle.spec.config import ProcessorSpec
 
 if TYPE_CHECKING:
@@ -64,17 +64,7 @@ def is_drained(goal: DrainGoal, spec: ProcessorSpec, client: StateClient) -> boo
     }
     for partition in sorted(goal.open_partitions):
         goal.note(partition, tokens.get(partition))
-    return goal.reached and not spilled_partitions(spec, client) and not sum(outbox_rows(spec, client))
-
-
-def outbox_rows(spec: ProcessorSpec, client: StateClient) -> list[int]:
-    """For each exporter, the rows of the outbox that are not known to be outside; empty if there is none."""
-    if spec.output is None or not spec.output.is_outside:
-        return []
-    try:
-        return [end - begin for begin, end in client.queue(spec.outbox).bounds()]
-    except UnknownTable:  # Nothing was emitted yet.
-        return [0] * spec.reducer.count
+    return goal.reached and not spilled_partitions(spec, client) and not unexported_rows(spec, client)
 
 
 def spilled_partitions(spec: ProcessorSpec, client: StateClient) -> list[tuple[str, int]]:

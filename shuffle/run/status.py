@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from shuffle.discovery import MapperAddress, arrange_mappers
 from shuffle.durable.reducer_state import ReducerState
-from shuffle.durable.tables import exporters_group, mappers_group, reducers_group
+from shuffle.durable.tables import mappers_group, reducers_group
 from shuffle.errors import ShuffleError, UnknownTable
 from shuffle.ids import Token
 from shuffle.mapper.readers.opening import open_input
 from shuffle.preflight.check import count_partitions
+from shuffle.reducer.outputs.routes import routes
 from shuffle.run.dead_letters import DeadLetterQueue, dead_letter_queues
-from shuffle.run.drain import outbox_rows
 from shuffle.spec.config import ProcessorSpec
 from shuffle.support import flight
 
@@ -98,14 +98,18 @@ class ExporterStatus:
     """The status of one exporter."""
 
     index: int
-    """The index of the exporter, which is that of the reducer whose rows it carries."""
+    """The partition of the queue whose rows the exporter carries; in the outbox, that is the index of the reducer."""
     position: int
-    """The persisted position in the outbox: all rows before it are outside."""
+    """The persisted position in the queue: all rows before it are outside, or were taken by other commands."""
     waiting_rows: int
-    """The number of rows in the outbox after that position. Those that were published in the last second may be among
+    """The number of rows in the queue after that position. Those that were published in the last second may be among
     them."""
     instances: list[str] = field(default_factory=list)
     """The guids registered for this index."""
+    queue: str = ""
+    """The queue: the outbox, or one of dead letters."""
+    name: str = ""
+    """The name of the exporter: its index, with that of the queue before it if it carries dead letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,7 @@ class ProcessorStatus:
     dead_letters: list[DeadLetterQueue] = field(default_factory=list)
     """The dead-letter queues that exist."""
     exporters: list[ExporterStatus] = field(default_factory=list)
-    """The exporters, by index; empty unless the output is outside of the state store."""
+    """The exporters, by queue and index; empty unless rows go to a place outside of the state store."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -192,19 +196,30 @@ class StatusCollector:
         )
 
     def _exporters(self) -> list[ExporterStatus]:
-        waiting = outbox_rows(self._spec, self._client)
-        if not waiting:
-            return []
-        guids = self._guids(exporters_group(self._spec.processor))
-        try:
-            rows = self._client.scan(self._spec.exports_table).read_all().to_pylist()
-        except UnknownTable:  # It never ran.
-            rows = []
-        positions = {row["partition"]: row["position"] for row in rows}
-        return [
-            ExporterStatus(index, positions.get(index, 0), count, guids.get(index, []))
-            for index, count in enumerate(waiting)
-        ]
+        found = []
+        for route in routes(self._spec):
+            try:
+                waiting = route.waiting_rows(self._client)
+            except UnknownTable:  # Nothing was emitted yet, or set aside.
+                waiting = [0] * (1 if route.is_dead_letters else self._spec.reducer.count)
+            guids = self._guids(route.group)
+            try:
+                rows = self._client.scan(route.table).read_all().to_pylist()
+            except UnknownTable:  # It never ran.
+                rows = []
+            positions = {row["partition"]: row["position"] for row in rows}
+            found += [
+                ExporterStatus(
+                    index,
+                    positions.get(index, 0),
+                    count,
+                    guids.get(index, []),
+                    route.queue,
+                    str(route.worker(index)),
+                )
+                for index, count in enumerate(waiting)
+            ]
+        return found
 
     def _guids(self, group: str) -> dict[int, list[str]]:
         """The registered instances of each worker of a group, by index."""

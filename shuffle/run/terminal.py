@@ -50,7 +50,7 @@ class Rates:
             positions[f"reducer {reducer.index}"] = sum(index + 1 for index in reducer.committed_row_indices)
             positions[f"spill {reducer.index}"] = reducer.spilled_bytes_ever
         for exporter in status.exporters:
-            positions[f"exporter {exporter.index}"] = exporter.position
+            positions[f"exporter {exporter.name}"] = exporter.position
         positions["total"] = status.committed_rows
         self._looks.append((now_s, positions))
         while len(self._looks) > 2 and self._looks[1][0] <= now_s - RATE_WINDOW_S:
@@ -147,7 +147,7 @@ def _exporters(status: ProcessorStatus, rates: Rates, children: Mapping[str, Chi
     restarts = ["restarts"] if children else []
     table = _table("exporter", "state", "rows/s", "waiting", "exported", *restarts)
     for exporter in status.exporters:
-        name = f"exporter {exporter.index}"
+        name = f"exporter {exporter.name}"
         table.add_row(
             name,
             _state(exporter.instances, children.get(name)),
@@ -219,9 +219,12 @@ def _spill_words(status: ProcessorStatus) -> str:
 def _outbox_words(status: ProcessorStatus) -> str:
     if not status.exporters:
         return ""
-    waiting = sum(exporter.waiting_rows for exporter in status.exporters)
+    # Those of dead letters are named by their queue, too, and what waits for them is told as dead letters.
+    of_outbox = [exporter for exporter in status.exporters if exporter.name == str(exporter.index)]
+    waiting = sum(exporter.waiting_rows for exporter in of_outbox)
     down = sum(not exporter.instances for exporter in status.exporters)
-    return f", outbox {_count(waiting)} rows" + (f" ({down} exporters down)" if down else "")
+    words = f", outbox {_count(waiting)} rows" if of_outbox else ", dead letters are exported"
+    return words + (f" ({down} exporters down)" if down else "")
 
 
 def _dead_letter_words(status: ProcessorStatus) -> str:

@@ -163,6 +163,9 @@ class ProcessorSpec:
     """The settings of the reducers: how they fetch, reduce and commit."""
     output: OutputSpec | None = None
     """The output to which reducers emit rows with ``Reducer.emit``. Without it they may not emit any. Default: none."""
+    dead_letters: OutputSpec | None = None
+    """The place outside of the state store to which exporters move the rows that were set aside (``on_error:
+    dead_letter``). Default: they stay in their queues."""
     spill: SpillSpec = field(default_factory=SpillSpec)
     """The settings for reducers that lag behind."""
     max_parallelism: int = KEY_GROUPS_DEFAULT
@@ -226,6 +229,17 @@ class ProcessorSpec:
         """The name of the queue for rows that this role sets aside, if it does so."""
         named = self.mapper.dead_letter_queue if role == "mapper" else self.reducer.dead_letter_queue
         return named or tables.dead_letter_queue(self.processor, role)
+
+    @property
+    def exported_dead_letter_queues(self) -> dict[str, tables.Role]:
+        """The dead-letter queues whose rows are moved to a place outside of the state store, each with the first role
+        that uses it."""
+        found: dict[str, tables.Role] = {}
+        if self.dead_letters is not None and self.mapper.on_error == "dead_letter":
+            found[self.dead_letter_queue("mapper")] = "mapper"
+        if self.dead_letters is not None and self.reducer.on_error == "dead_letter":
+            found.setdefault(self.dead_letter_queue("reducer"), "reducer")
+        return found
 
     def metrics_port(self, role: Literal["mapper", "reducer", "exporter"], index: int) -> int | None:
         """The port on which a worker serves its metrics: 0 for any free one, None if it serves none."""
@@ -306,6 +320,13 @@ def relation_mistakes(spec: ProcessorSpec) -> list[tuple[str, str]]:
         is_dead_letters = queue in (mapper.dead_letter_queue, reducer.dead_letter_queue)
         dead_letters = "is also a dead letter queue, whose rows are of another form: emit to another one"
         checks += [(queue != spec.input.consumes, key_path, IS_INPUT), (not is_dead_letters, key_path, dead_letters)]
+    checks.append(
+        (
+            spec.dead_letters is None or "dead_letter" in (mapper.on_error, reducer.on_error),
+            "dead_letters",
+            "is never used with on_error: stop; write on_error: dead_letter for mapper or reducer, or leave it out",
+        )
+    )
     return [(key_path, what) for is_valid, key_path, what in checks if not is_valid]
 
 
@@ -326,6 +347,8 @@ RANGES: dict[str, tuple[int, int]] = {
     "reducer.batch_bytes_max": (1024, TRANSACTION_BYTES_MAX),
     "output.batch_rows_max": (1, 100_000_000),
     "output.batch_bytes_max": (1024, 1 * GIB),
+    "dead_letters.batch_rows_max": (1, 100_000_000),
+    "dead_letters.batch_bytes_max": (1024, 1 * GIB),
     "batch_age_ms": (0, 86_400_000),
     "backoff_ms": (1, 600_000),
     "backoff_ms_max": (1, 600_000),

@@ -390,6 +390,17 @@ def _output(file: _File, place: str, node: Node) -> OutputSpec | None:
     return None if values is None or file.mistakes else kind.spec(**values)
 
 
+def _dead_letters(file: _File, place: str, node: Node) -> OutputSpec | None:
+    """The section ``dead_letters``: a kind of output that is outside of the state store."""
+    made = _output(file, place, node)
+    if made is not None and not made.is_outside:
+        file.note(
+            place, node, f"a {made.kind} is in the state store: name one as dead_letter_queue of mapper or reducer"
+        )
+        return None
+    return made
+
+
 def _output_section(*kinds: OutputKind) -> Reader:
     return _section({key: _value(takes) for kind in kinds for key, takes in kind.values.items()}, ())
 
@@ -413,6 +424,7 @@ _SPEC = _section(
         "mapper": _section(_MAPPER, ("class_name",)),
         "reducer": _section(_REDUCER, ("class_name", "count")),
         "output": _output,
+        "dead_letters": _dead_letters,
         "spill": _spill,
         "max_parallelism": _COUNT,
         "lease_ttl_ms": _DURATION,

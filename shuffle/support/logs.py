@@ -26,7 +26,7 @@ many."""
 _ROOT = "shuffle-service"
 _ERROR_FIELDS_MAX = 8
 
-_stamp: ContextVar[int | None] = ContextVar("shuffle_log_index", default=None)
+_stamp: ContextVar[int | str | None] = ContextVar("shuffle_log_index", default=None)
 """The index of the worker whose code runs, in a process with several."""
 
 
@@ -84,7 +84,7 @@ def setup_logging(
 
 
 @contextmanager
-def logged_as_worker(index: int) -> Iterator[None]:
+def logged_as_worker(index: int | str) -> Iterator[None]:
     """Gives the log lines of the block, and of the vital threads that are started in it, the worker ``index``."""
     before = _stamp.set(index)
     try:

@@ -11,6 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import shuffle.reducer.exporter.daemon
+from shuffle.reducer.outputs.routes import output_route
 from shuffle.spec.config import ProcessorSpec
 from shuffle.spec.outputs import SinkOutputSpec
 from tests.sim import faults, probes_exporter, profiles
@@ -120,7 +121,7 @@ class Exporting:
         checker.host = self.host
         self.host.start()
         daemon: Any = shuffle.reducer.exporter.daemon
-        daemon.open_sink = lambda spec, client, partition: SimSink(self.host, simulation.network, partition)
+        daemon.open_sink = lambda spec, route, client, partition: SimSink(self.host, simulation.network, partition)
         probes_exporter.observe_clean_stop = self._clean.add
         daemon.TRIM_PERIOD_MS = self._rng.choice([5, 50, 400])
         daemon.reserve_queue = lambda client, consumer, queue: None
@@ -129,11 +130,14 @@ class Exporting:
     def main(self, simulation: Simulation) -> Callable[[Process, Sequence[int]], None]:
         def run(process: Process, hosted: Sequence[int]) -> None:
             client = simulation.client(process)
+            route = output_route(simulation.spec)
+            assert route is not None
+            exporters = [(route, partition) for partition in hosted]
 
             def until_stopped(stop: Any) -> None:
                 self.stops[process] = stop
                 self._clean.discard(hosted[0])
-                shuffle.reducer.exporter.daemon._run_hosted(simulation.spec, hosted, client, stop)
+                shuffle.reducer.exporter.daemon._run_hosted(simulation.spec, exporters, client, stop)
                 is_alone = len(simulation.pick_slot_of("exporter", hosted[0]).living()) == 1
                 if is_alone and hosted[0] in self._clean and self._rng.random() < FORGETS:
                     simulation.world.mark("a sink forgot its position")

@@ -215,7 +215,7 @@ def test_position_of_an_earlier_processor_of_that_name_is_an_error(client: State
     place.position = 2
     append(client, 0, 1, 2)
     for _ in range(2):  # The second one finds the row that the first has claimed.
-        with pytest.raises(PositionLost, match="says 2, and of this outbox only rows before 0 were ever published"):
+        with pytest.raises(PositionLost, match="says 2, and of the outbox only rows before 0 were ever published"):
             Exporter(client, place).started()
     assert place.rows == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from shuffle.preflight.check import check_against_store
 from shuffle.reducer.outputs.opening import emitter, open_output
 from shuffle.reducer.outputs.output import Output
 from shuffle.reducer.outputs.queue import QueueOutput
+from shuffle.reducer.outputs.routes import exporters_missing, routes
 from shuffle.run.dead_letters import Replay, Replayed, dead_letter_queues
 from shuffle.spec.config import ProcessorSpec, load_spec
 from shuffle.spec.outputs import KINDS, OutputKind, OutputSpec, QueueOutputSpec
@@ -121,6 +123,43 @@ def test_output_mistake_is_refused_with_its_line(tmp_path: Path, output: str, ex
         spec_of(tmp_path, "m", output)
     assert caught.value.message.startswith(f"{tmp_path}/job.yaml:{expected}")
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (
+            "dead_letters: {queue: bad}\n",
+            "6: dead_letters: a queue is in the state store: name one as dead_letter_queue",
+        ),
+        ("dead_letters: {parquet: ./x, batch_age: 2d}\n", "6: dead_letters.batch_age: "),
+        ("dead_letters: {rabbit: x}\n", f"6: dead_letters: 'rabbit' is none: {KNOWN}"),
+        ("dead_letters: {kafka: {properties: {}}}\n", "6: dead_letters.kafka.topic: is missing"),
+    ],
+)
+def test_mistake_about_dead_letters_is_refused_with_its_line(tmp_path: Path, section: str, expected: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(f"job.yaml:{expected}")):
+        spec_of(tmp_path, "m", section, **SETTING_ASIDE)
+
+
+def test_place_for_dead_letters_that_nobody_sets_aside_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"job\.yaml:6: dead_letters: is never used with on_error: stop"):
+        spec_of(tmp_path, "m", "dead_letters: {parquet: ./x}\n")
+
+
+def test_dead_letters_of_two_roles_in_one_queue_have_one_way_out(tmp_path: Path) -> None:
+    one = {"on_error: dead_letter}": "on_error: dead_letter, dead_letter_queue: bad rows/1}"}
+    aside = {**SETTING_ASIDE, 'ByUser"}': 'ByUser", on_error: dead_letter}'}
+    both = spec_of(tmp_path, "m", "dead_letters: {parquet: ./x}\n", **aside)
+    assert [(route.queue, route.mark) for route in routes(both)] == [
+        ("job/mapper_dead_letters", "~mapper_dead_letters"),
+        ("job/reducer_dead_letters", "~reducer_dead_letters"),
+    ]
+    path = tmp_path / "job.yaml"
+    for old, new in one.items():
+        path.write_text(path.read_text().replace(old, new))
+    [shared] = routes(load_spec(path))
+    assert (shared.queue, shared.mark, shared.worker(0)) == ("bad rows/1", "~bad%20rows~1", "bad rows/1/0")
 
 
 def test_output_that_is_a_dead_letter_queue_is_refused(tmp_path: Path) -> None:
@@ -315,3 +354,16 @@ def test_replay_without_an_output_leaves_the_rows_where_they_are(tmp_path: Path,
     with pytest.raises(SpecError, match="output: is missing"):
         replay(spec, client)
     assert client.queue("job/reducer_dead_letters").bounds() == [(0, 2)]
+
+
+def test_missing_exporters_are_named_until_they_are_registered(tmp_path: Path, job: str, client: StateClient) -> None:
+    text = "output: {parquet: ./out}\ndead_letters: {parquet: ./letters}\n"
+    spec = spec_of(tmp_path, job, text, **SETTING_ASIDE)
+    check_against_store(spec, client)
+    said = exporters_missing(spec, client)
+    assert said.startswith("no exporter is registered for job/outbox and job/reducer_dead_letters: rows stay there")
+    client.leases.register("job/exporters", "guid", {}, ttl_ms=60_000)
+    assert exporters_missing(spec, client).startswith("no exporter is registered for job/reducer_dead_letters: ")
+    client.leases.register("job/exporters of job/reducer_dead_letters", "guid", {}, ttl_ms=60_000)
+    assert exporters_missing(spec, client) == ""
+    assert exporters_missing(spec_of(tmp_path, job), client) == "", "a queue of the store needs none"

@@ -98,7 +98,7 @@ def test_files_of_an_earlier_processor_of_that_name_are_refused(tmp_path: Path) 
 
 
 def test_column_that_is_not_emitted_is_a_mistake_of_the_spec(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"output\.partition_by: country: the rows that are emitted have the columns n"):
+    with pytest.raises(SpecError, match=r"output\.partition_by: country: the rows have the columns n"):
         sink(tmp_path, partition_by=("country",))
     with pytest.raises(SpecError, match="at least one of which must stay"):
         sink(tmp_path, partition_by=("n", "day", "place"))

@@ -43,6 +43,7 @@ _KINDS: dict[Any, tuple[str, str]] = {
     values._names: ("list of names", ""),
     spec_file._STORAGE_OPTIONS: ("mapping", ""),
     spec_file._TABLE: ("`namespace.table`", ""),
+    spec_file._dead_letters: ("mapping, as for `output`", ""),
 }
 """The type of value that each reader accepts, and its range where that is not in ``RANGES``."""
 
@@ -133,6 +134,8 @@ def _key(section: str, field: dataclasses.Field[Any], made: Mapping[str, Any], d
     names.sort(key=lambda name: name == field.name)  # ``memory`` before ``memory_bytes``
     hint = next((part for part in typing.get_args(hint) if dataclasses.is_dataclass(part)), hint)
     inner: type | None = hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
+    if reader is spec_file._dead_letters:
+        inner = None  # Its keys are those of ``output``, and are listed there.
     meaning, said = text.without_default(doc.partition(" YAML key:")[0] + _after_yaml_key(doc))
     needed = field.name in made["required"]
     return Key(

@@ -11,27 +11,38 @@ Whether an instance advances or catches up follows from whether there is an entr
 instances that advance at the same time one writes the entry; the other finds it there, and catches up.
 
 A token names the next entry, the rows of it that are already read, and the token of every partition.
+
+Which partitions are a group is settled when the processor first knows of them, and never changes: entries and tokens of
+a group name partitions by their place in it. An input that gets more partitions gets more groups, of the new partitions
+alone, even if the last group before them has room. Where each group ends is persisted with the numbers of the
+partitions (``Input.partitions``), in the transaction that lets mappers know of them.
 """
 
 from __future__ import annotations
 
+import json
 import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from shuffle.durable.read_order import Entry, ReadBatch, ReadOrder
 from shuffle.errors import BadInput, OutOfRange, SpecError
+from shuffle.formats.base import BadValue, Decoded
 from shuffle.ids import MapperIndex, Token
 from shuffle.limits import TOKEN_BYTES_MAX
 from shuffle.mapper.reader import Input, PartitionReader
 
 POLL_S = 0.05
 """The seconds after which partitions that had no rows are looked at again."""
+
+PLACE = "_place_in_group"
+"""The column that rows have until they are decoded, if that is for the readers to do: which of them has read each."""
 
 ENTRIES_LOADED_MAX = 1_000
 """The most entries that are loaded at once."""
@@ -42,6 +53,8 @@ last ones again."""
 
 _HEAD = struct.Struct("<QQH")
 _LENGTH = struct.Struct("<H")
+_KNOWN = "groups "
+"""How the persisted numbers of grouped partitions begin."""
 
 
 class GroupToken(NamedTuple):
@@ -124,6 +137,7 @@ class GroupedReader(PartitionReader):
                     field="mapper.partitions_per_mapper",
                 )
         self._schema = schemas[0]
+        self._decodes = any(type(reader).decode is not PartitionReader.decode for reader in self._readers)
 
     @property
     def schema(self) -> pa.Schema:
@@ -216,7 +230,30 @@ class GroupedReader(PartitionReader):
     ) -> tuple[pa.Table, Token]:
         reader = self._readers[place]
         reader.wait_ms, reader.batch_bytes_max = 0, bytes_max or self.batch_bytes_max
-        return reader.read(0, rows_max, token)
+        rows, after = reader.read(0, rows_max, token)
+        if self._decodes and rows.num_rows:
+            rows = rows.append_column(PLACE, pa.repeat(pa.scalar(place, pa.int32()), rows.num_rows))
+        return rows, after
+
+    def decode(self, rows: pa.Table) -> Decoded:
+        """What the reader of each row makes of it: only that one knows its partition, which an error names."""
+        if PLACE not in rows.column_names:
+            return Decoded(rows)
+        places = rows[PLACE].to_numpy()
+        begins = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)]
+        tables: list[pa.Table] = []
+        bad: list[BadValue] = []
+        values: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+        are_the_same = True
+        for begin, end in pairwise(begins):
+            part = rows.slice(begin, end - begin).drop_columns([PLACE])
+            decoded = self._readers[places[begin]].decode(part)
+            tables.append(decoded.rows)
+            bad += [BadValue(begin + one.index, one.reason) for one in decoded.bad]
+            of_part = np.arange(decoded.rows.num_rows) if decoded.values is None else decoded.values
+            values.append(of_part + begin)
+            are_the_same = are_the_same and decoded.values is None and decoded.rows.num_rows == part.num_rows
+        return Decoded(pa.concat_tables(tables), bad, None if are_the_same else np.concatenate(values))
 
     def trim(self, row_index: int, token: Token) -> None:
         if not token:
@@ -246,6 +283,19 @@ class GroupedReader(PartitionReader):
             self.closes.close()
 
 
+def fitting(known: str | None, in_groups: bool) -> str | None:
+    """``known``, unless it was persisted when partitions were read the other way, in groups or one by one. Whether that
+    may be changed is for the fingerprint to say; the numbers are of no use then."""
+    return known if known is not None and known.startswith(_KNOWN) == in_groups else None
+
+
+def grouped(known: Sequence[range], partitions: int, per_mapper: int) -> list[range]:
+    """The groups of an input with so many partitions: those that are known, as they are, and new ones after them."""
+    begin = known[-1].stop if known else 0
+    starts = range(begin, partitions, per_mapper)
+    return [*known, *(range(start, min(start + per_mapper, partitions)) for start in starts)]
+
+
 class GroupedInput(Input):
     """An input whose partitions are read in groups: to everybody else each group is a partition."""
 
@@ -254,19 +304,44 @@ class GroupedInput(Input):
         self._inner = inner
         self._per_mapper = partitions_per_mapper
         self._processor = processor
+        self._fixed: list[range] | None = None
+        """The groups of an input that never gets more partitions, once they are known."""
         self.consumes = inner.consumes
 
-    @cached_property
-    def _partitions(self) -> int:
-        return self._inner.partition_count()
+    def _known(self) -> list[range]:
+        """The groups that are persisted. The inner input gets to know what it has persisted itself."""
+        if self.known_partitions is None:
+            self._inner.known_partitions = None
+            return []
+        known = json.loads(self.known_partitions.removeprefix(_KNOWN))
+        self._inner.known_partitions = known["partitions"]
+        return [range(begin, end) for begin, end in pairwise([0, *known["group_ends"]])]
+
+    def _groups(self) -> list[range]:
+        """All groups. What is new is not settled before it is persisted."""
+        known = self._known()
+        if self._fixed is not None:
+            return self._fixed
+        groups = grouped(known, self._inner.partition_count(), self._per_mapper)
+        if not known and self._inner.partitions() is None:
+            self._fixed = groups
+        return groups
 
     def partition_count(self) -> int:
-        return -(-self._partitions // self._per_mapper)
+        return len(self._groups())
+
+    def partitions(self) -> str | None:
+        known = self._known()
+        inner = self._inner.partitions()
+        if inner is None:
+            return None
+        groups = grouped(known, self._inner.partition_count(), self._per_mapper)
+        return _KNOWN + json.dumps({"group_ends": [group.stop for group in groups], "partitions": inner})
 
     def _group(self, mapper: int) -> range:
-        """The partitions that a mapper reads."""
-        begin = mapper * self._per_mapper
-        return range(begin, min(begin + self._per_mapper, self._partitions))
+        """The partitions that a mapper reads. What is known is enough while the input cannot be asked."""
+        known = self._known()
+        return known[mapper] if mapper < len(known) else self._groups()[mapper]
 
     def open(self, partition: int) -> PartitionReader:
         return self._open(partition, ReadOrder(self.state, self._processor, MapperIndex(partition)))
@@ -298,16 +373,19 @@ class GroupedInput(Input):
         return GroupedReader(readers, order, with_rows, trim_all, lag_rows)
 
     def describe(self) -> str:
+        groups = self._groups()
+        if self._fixed is None:
+            return f"groups of {self._per_mapper} partitions, {self._inner.describe()}"
         # With another number of partitions they could be in other groups, whose reads nobody has written down.
-        return f"groups of {self._per_mapper} of its {self._partitions} partitions, {self._inner.describe()}"
+        return f"groups of {self._per_mapper} of its {groups[-1].stop} partitions, {self._inner.describe()}"
 
     def ends(self) -> Mapping[int, Token] | None:
         ends = self._inner.ends()
         if ends is None:
             return None
         nothing = Token(b"")
-        groups = [[ends.get(one, nothing) for one in self._group(mapper)] for mapper in range(self.partition_count())]
-        return {mapper: GroupToken(0, 0, tuple(tokens)).encode() for mapper, tokens in enumerate(groups)}
+        tokens = [tuple(ends.get(one, nothing) for one in group) for group in self._groups()]
+        return {mapper: GroupToken(0, 0, of_mapper).encode() for mapper, of_mapper in enumerate(tokens)}
 
     def reached(self, partition: int, token: Token, end: Token | None) -> bool:
         group = self._group(partition)
@@ -323,14 +401,14 @@ class GroupedInput(Input):
 
     def rows_left(self, tokens: Mapping[int, Token]) -> Mapping[int, int]:
         by_partition: dict[int, Token] = {}
+        groups = self._groups()
         for mapper, token in tokens.items():
-            group = self._group(mapper)
+            group = groups[mapper]
             if token:
                 by_partition |= dict(zip(group, GroupToken.decode(token, len(group)).tokens, strict=True))
         left = self._inner.rows_left(by_partition)
         counts = {
-            mapper: [left[partition] for partition in self._group(mapper) if partition in left]
-            for mapper in range(self.partition_count())
+            mapper: [left[partition] for partition in group if partition in left] for mapper, group in enumerate(groups)
         }
         return {mapper: sum(of_mapper) for mapper, of_mapper in counts.items() if of_mapper}
 

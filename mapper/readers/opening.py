@@ -14,7 +14,7 @@ from shuffle.durable.meta import META_KEY, PARTITIONS
 from shuffle.errors import ShuffleError, SpecError, UnknownTable, UserCodeError
 from shuffle.mapper.reader import Input, PartitionReader
 from shuffle.mapper.readers.checked import CheckedInput, CheckedReader
-from shuffle.mapper.readers.grouped import GroupedInput, GroupedReader
+from shuffle.mapper.readers.grouped import GroupedInput, GroupedReader, fitting
 from shuffle.spec.config import ProcessorSpec
 from shuffle.spec.inputs import KINDS, InputSpec
 from shuffle.user_code.load import load_input_class
@@ -33,7 +33,7 @@ def open_input(spec: ProcessorSpec, client: StateClient) -> Input:
     opened = _open_input(spec, client)
     opened.processor = spec.processor
     if spec.mapper.partitions_per_mapper > 1:
-        return GroupedInput(opened, spec.mapper.partitions_per_mapper, spec.processor)
+        opened = GroupedInput(opened, spec.mapper.partitions_per_mapper, spec.processor)
     opened.known_partitions = known_partitions(spec, client)
     return opened
 
@@ -44,7 +44,8 @@ def known_partitions(spec: ProcessorSpec, client: StateClient) -> str | None:
         rows = client.lookup(spec.meta_table, pa.table([[PARTITIONS]], schema=META_KEY))
     except UnknownTable:
         return None  # The processor was never started.
-    return str(rows["value"][0].as_py()) if rows.num_rows else None
+    found = str(rows["value"][0].as_py()) if rows.num_rows else None
+    return fitting(found, spec.mapper.partitions_per_mapper > 1)
 
 
 def _open_input(spec: ProcessorSpec, client: StateClient) -> Input:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import pyarrow as pa
 
 from shuffle.durable.export_state import ExportState
-from shuffle.errors import OutOfRange, SplitBrain
+from shuffle.errors import OutOfRange, PositionLost, SplitBrain
 from shuffle.ids import new_guid
 from shuffle.reducer.exporter.core import ExportBatch, ExporterCore
 from shuffle.reducer.outputs.sink import Sink
@@ -78,12 +78,23 @@ class ExportCycle:
         crash_points.reach("exporter.after_claim")
         position = self._sink.open()  # 2
         crash_points.reach("exporter.after_open")
-        is_unknown_to_sink = core.opened(position, self._bounds())  # 3
+        try:
+            is_unknown_to_sink = core.opened(position, self._bounds())  # 3
+        except PositionLost as error:
+            self._refuse_if_replaced(error)
+            raise
         if core.notes_each_batch or core.may_publish:
             return
         if is_unknown_to_sink:  # 4
             self._sink.publish(self._outside(self._queue().schema.empty_table()), core.position, core.position)
         self._note(core.under_way())
+
+    def _refuse_if_replaced(self, error: PositionLost) -> None:
+        """``SplitBrain`` if the row is not ours any more: another one may have claimed the partition, published and
+        trimmed between our claim and our look at the outbox. Nothing is lost then; it only looks so from here."""
+        key = ExportState.key(self._core.partition)
+        if ExportState.from_rows(self._client.lookup(self._table, key)) != self._core.state:
+            raise SplitBrain(f"another instance has taken the partition over: {error.message}") from error
 
     def stop(self) -> None:
         """Publish what is in the outbox now, and note that nothing is under way."""

@@ -19,6 +19,7 @@ from shuffle.durable.tables import mappers_group, reducers_group
 from shuffle.errors import CommitConflict, SpecError
 from shuffle.ids import Token
 from shuffle.mapper.reader import Input
+from shuffle.mapper.readers.grouped import fitting
 from shuffle.mapper.readers.opening import mistakes_located
 from shuffle.spec.config import ProcessorSpec
 from shuffle.statestore.client.queue_consumers import queue_consumers, register_consumer
@@ -70,9 +71,10 @@ def check_fingerprint(
         tx = client.transaction()
         with tx:
             stored = {row["name"]: row["value"] for row in tx.scan(spec.meta_table).read_all().to_pylist()}
-            if opened.known_partitions != stored.get(PARTITIONS):
+            known = fitting(stored.get(PARTITIONS), spec.mapper.partitions_per_mapper > 1)
+            if opened.known_partitions != known:
                 # Another worker has numbered them meanwhile: what is new comes after what it has found.
-                opened.known_partitions = stored.get(PARTITIONS)
+                opened.known_partitions = known
                 mapper_count = opened.partition_count()
                 ours = fingerprint(spec, mapper_count, mapper_class, opened)
             grown = _has_grown(ours, stored)

@@ -18,7 +18,7 @@ from shuffle.durable.reducer_state import ReducerState
 from shuffle.durable.tables import mappers_group, reducers_group
 from shuffle.errors import ShuffleError, UnknownTable
 from shuffle.ids import Token
-from shuffle.mapper.readers.opening import open_input
+from shuffle.mapper.readers.opening import known_partitions, open_input
 from shuffle.preflight.check import count_partitions
 from shuffle.reducer.outputs.routes import routes
 from shuffle.run.dead_letters import DeadLetterQueue, dead_letter_queues
@@ -166,6 +166,8 @@ class StatusCollector:
         spec, client = self._spec, self._client
         mapper_rows, reducer_rows = self._persisted()
         registered = arrange_mappers(client.leases.members(mappers_group(spec.processor)))
+        # Others may have numbered new partitions meanwhile, and put them into groups.
+        self._input.known_partitions = known_partitions(spec, client)
         mapper_count = max(count_partitions(spec, self._input), *(index + 1 for index in mapper_rows), 1)
         youngest = {int(index): listed[0] for index, listed in registered.items() if listed and index < mapper_count}
         live = dict(zip(youngest, self._pool.map(self._request_status, youngest.values()), strict=True))

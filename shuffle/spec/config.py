@@ -80,8 +80,9 @@ class MapperSpec:
     the address on which it listens, with the name of the machine instead of 0.0.0.0."""
     partitions_per_mapper: int = 1
     """The number of partitions of the input that one mapper reads. With more than one, the order in which their rows
-    were read is written to the store before they are served: it is for very many partitions with little in each. It
-    cannot be changed over existing state. Default: 1."""
+    were read is written to the store before they are served: it is for very many partitions with little in each.
+    Partitions that the input gets later are read by new mappers. It cannot be changed over existing state. Default:
+    1."""
     per_process: int = 1
     """The number of mappers in one process. They share its memory limit and its interpreter, and whatever ends one of
     them ends all of them. Default: 1."""

@@ -267,6 +267,32 @@ def _has_state(spec: Path, mappers: int) -> bool:
         return bool(client.scan("orders/mappers").read_all().num_rows == mappers)
 
 
+@pytest.mark.timeout(300)
+def test_partitions_added_under_a_run_become_groups_of_their_own(
+    broker: Broker, topics: Topics, tmp_path: Path
+) -> None:
+    name = topics.create(partitions=4)
+    rows = orders(0, 6_000)
+    spec = write_spec(tmp_path, broker.address, name, mapper={"partitions_per_mapper": 3})
+    fill(topics, rows[:2_000], name, 4)
+    with running(spec) as controller:
+        wait_until(lambda: row_count(spec) == 2_000, lambda: said(spec), LONG_WAIT_S)
+        topics.grow(name, 6)
+        fill(topics, rows[2_000:4_000], name, 6)
+        # One of them reads the last group, which had room, and finds a larger topic when it starts again.
+        for victim in workers(controller.pid, "mapper"):
+            os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: row_count(spec) == 4_000, lambda: said(spec), LONG_WAIT_S)
+        assert totals(spec) == expected(rows[:4_000])
+        assert len(workers(controller.pid, "mapper")) == 3
+    fill(topics, rows[4_000:], name, 6)
+    done = drained(spec)
+    assert done.returncode == 0, done.stderr
+    assert totals(spec) == expected(rows), "the next run knows the same groups"
+    status = json.loads(shuffle("status", str(spec), "--json").stdout)
+    assert [mapper["input_rows_left"] for mapper in status["mappers"]] == [0, 0, 0]
+
+
 def test_partitions_added_between_two_runs_are_read(broker: Broker, topics: Topics, tmp_path: Path) -> None:
     name = topics.create()
     rows = orders(0, 2_000)

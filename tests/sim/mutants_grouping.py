@@ -9,6 +9,7 @@ from typing import Any
 
 from shuffle.durable.read_order import ReadOrder as _ReadOrder
 from shuffle.errors import CommitUnknown as _CommitUnknown
+from shuffle.mapper.readers.grouped import GroupedInput as _Input
 from shuffle.mapper.readers.grouped import GroupedReader as _Reader
 from shuffle.mapper.readers.grouped import GroupToken as _Token
 from shuffle.mapper.readers.queue import QueueInput as _QueueInput
@@ -146,6 +147,30 @@ def tokens_moved_though_the_entry_is_not_ours(patch: Any) -> None:
         return ([], at._replace(tokens=tuple(tokens))) if found is None else found
 
     patch(_Reader, "_advance", advance)
+
+
+def groups_made_anew_when_the_input_grows(patch: Any) -> None:
+    """A group that had room gets the partitions after it, and all others move."""
+    patch(_Input, "_known", lambda self: [])
+
+
+def groups_known_from_the_first_start_only(patch: Any) -> None:
+    """Which groups came later is taken from the input, and not from the store."""
+    original = _Input._known
+    patch(_Input, "_known", lambda self: original(self)[:1])
+
+
+def last_group_filled_up_with_new_partitions(patch: Any) -> None:
+    """As soon as the input has them, and before that is persisted."""
+    original = _Input._group
+
+    def group(self: Any, mapper: int) -> range:
+        found, known = original(self, mapper), self._known()
+        if mapper + 1 != len(known):
+            return found
+        return range(found.start, min(found.start + self._per_mapper, self._inner.partition_count()))
+
+    patch(_Input, "_group", group)
 
 
 def partitions_trimmed_to_their_ends(patch: Any) -> None:

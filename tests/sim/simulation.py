@@ -71,6 +71,9 @@ class Simulation:
         workload = Workload.make(self.world.streams["workload"])
         workload = self.hosting.workload(self.twins.workload(self.stragglers.workload(workload)))
         self.workload = self.grouping.workload(self.exporting.workload(self.growth.workload(workload)))
+        self.grouping.world = self.world
+        if self.grouping.growing is not None:
+            self.growth.due_us = self.grouping.growing.known_us
         self.oracle = Oracle(self.workload)
         made = self.twins.faults(self.stragglers.faults(faults.make_faults(self.world.streams["faults"])))
         made = self.logged.faults(self.hosting.faults(self.liars.faults(made)))

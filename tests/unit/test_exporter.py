@@ -200,6 +200,25 @@ def test_sink_that_lost_its_position_after_a_clean_stop_goes_on_from_the_row(cli
     assert place.rows == [0, 1]
 
 
+def test_instance_that_was_replaced_before_it_looked_at_the_outbox_finds_a_split_brain(
+    client: StateClient, place: Place
+) -> None:
+    append(client, 0, 1, 2)
+    paused = Exporter(client, place)
+    opened = paused.sink.open
+
+    def open_late() -> int | None:
+        found = opened()
+        Exporter(client, place).started().cycle.step(0)  # Another one claims, publishes and trims.
+        assert bounds(client) == (3, 3)
+        return found
+
+    paused.sink.open = open_late  # type: ignore[method-assign]
+    with pytest.raises(SplitBrain, match=r"another instance has taken the partition over: .* rows between them were"):
+        paused.cycle.start()
+    assert place.rows == [0, 1, 2]
+
+
 def test_position_ahead_of_the_outbox_is_an_error(client: StateClient) -> None:
     place = Place(keeps_position=True)
     append(client, 0)

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from shuffle.durable.read_order import READS_KEY, READS_VALUE, ReadBatch, ReadOrder, decode_entry, encode_entry
 from shuffle.errors import BadInput, CorruptData, OutOfRange, SpecError
+from shuffle.formats.base import BadValue, Decoded
 from shuffle.ids import MapperIndex, Token
 from shuffle.mapper.reader import PartitionReader
 from shuffle.mapper.readers.grouped import GroupedInput, GroupedReader, GroupToken
@@ -221,3 +223,51 @@ def test_reader_that_waits_can_be_interrupted(client: StateClient) -> None:
     reader.interrupt()
     rows, _ = reader.read(0, 10, reader.start())
     assert rows.num_rows == 0
+
+
+class Doubling(PartitionReader):
+    """Texts that are numbers, each decoded into two rows; others are bad."""
+
+    schema = SCHEMA
+
+    def __init__(self, name: str, texts: list[str]) -> None:
+        self.name = name
+        self.texts = texts
+
+    def read(self, begin_row_index: int, end_row_index: int, token: Token) -> tuple[pa.Table, Token]:
+        at = int(token or b"0")
+        found = self.texts[at : at + end_row_index - begin_row_index]
+        return pa.table({"text": pa.array(found, pa.string())}), Token(str(at + len(found)).encode())
+
+    def trim(self, row_index: int, token: Token) -> None: ...
+
+    def decode(self, rows: pa.Table) -> Decoded:
+        texts = rows["text"].to_pylist()
+        good = [(index, int(text)) for index, text in enumerate(texts) if text.isdigit() for _ in range(2)]
+        bad = [BadValue(index, f"{self.name}: {text}") for index, text in enumerate(texts) if not text.isdigit()]
+        numbers = pa.table({"n": pa.array([n for _, n in good], pa.int64())}, schema=SCHEMA)
+        return Decoded(numbers, bad, np.array([index for index, _ in good], dtype=np.int64))
+
+
+def test_rows_are_decoded_by_the_reader_of_their_partition_and_bad_ones_keep_their_numbers() -> None:
+    readers = [Doubling("a", ["1", "x"]), Doubling("b", ["2"]), Doubling("c", ["y", "3"])]
+    reader = GroupedReader(readers, None, lambda tokens: [0, 1, 2])
+    rows, _ = reader.read(0, 10, reader.start())
+    assert rows.num_rows == 5
+    decoded = reader.decode(rows)
+    assert decoded.rows.equals(pa.table({"n": [1, 1, 2, 2, 3, 3]}, schema=SCHEMA))
+    assert decoded.values is not None
+    assert decoded.values.tolist() == [0, 0, 2, 2, 4, 4]
+    assert [(one.index, one.reason) for one in decoded.bad] == [(1, "a: x"), (3, "c: y")]
+    some = reader.decode(rows.slice(2, 2))
+    assert (some.rows["n"].to_pylist(), [one.reason for one in some.bad]) == ([2, 2], ["c: y"])
+
+
+def test_rows_of_readers_that_decode_nothing_are_as_they_were_read(client: StateClient) -> None:
+    append(client, 0, 1, 2)
+    reader = grouped(client).open(0)
+    rows, _ = reader.read(0, 10, reader.start())
+    assert rows.schema.equals(SCHEMA)
+    decoded = reader.decode(rows)
+    assert decoded.rows is rows
+    assert (decoded.values, list(decoded.bad)) == (None, [])

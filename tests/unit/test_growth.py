@@ -12,6 +12,8 @@ from shuffle.durable.mapper_state import lookup_committed
 from shuffle.durable.reducer_state import REDUCERS_KEY, REDUCERS_VALUE, ReducerState
 from shuffle.errors import Outgrown, SpecError
 from shuffle.ids import NOTHING_COMMITTED, MapperIndex, ReducerIndex, ShuffleIndex
+from shuffle.mapper.readers.grouped import GroupedInput
+from shuffle.mapper.readers.opening import open_input
 from shuffle.preflight.check import check_against_store
 from shuffle.reducer.commit import Committer
 from shuffle.run import growth
@@ -40,6 +42,9 @@ class Growing(Input):
         count = self.partition_count()
         return f"{count} after {self.known_partitions}"
     def open(self, partition): return Reader()
+
+class Numbered(Growing):
+    def partitions(self): return str(self.partition_count())
 
 class Fixed(Growing):
     def partitions(self): return None
@@ -167,3 +172,53 @@ def test_nothing_is_committed_of_a_mapper_that_a_row_does_not_know(client: State
     assert lookup_committed(client, "job", MapperIndex(1), 2) == {0: NOTHING_COMMITTED}
     assert isinstance(client.scan("job/reducers").read_all(), pa.Table)
     client.close()
+
+
+def grouped_spec(folder: Path, per_mapper: int) -> Path:
+    path = spec_of(folder, "Numbered")
+    path.write_text(path.read_text().replace('ByUser"', f'ByUser", partitions_per_mapper: {per_mapper}'))
+    return path
+
+
+def groups(spec: Path, client: StateClient, mappers: int) -> list[range]:
+    with open_input(load_spec(spec), client) as opened:
+        assert isinstance(opened, GroupedInput)
+        assert opened.partition_count() == mappers
+        return [opened._group(mapper) for mapper in range(mappers)]
+
+
+def test_partitions_that_are_new_become_groups_of_their_own_and_no_group_ever_changes(tmp_path: Path) -> None:
+    spec = grouped_spec(tmp_path, 3)
+    (tmp_path / "count").write_text("4")
+    with StateClient.open(tmp_path / "job.state") as client:
+        assert check_against_store(load_spec(spec), client) == 2
+        with_progress(client, 2)
+        first = [range(3), range(3, 4)]
+        assert groups(spec, client, 2) == first
+        (tmp_path / "count").write_text("6")
+        with open_input(load_spec(spec), client) as opened:
+            assert isinstance(opened, GroupedInput)
+            assert [opened._group(mapper) for mapper in range(2)] == first, "though the second has room"
+            # Another worker has numbered one more than this one has found.
+            (tmp_path / "count").write_text("7")
+            assert check_against_store(load_spec(spec), client) == 3
+        (tmp_path / "count").write_text("8")
+        assert check_against_store(load_spec(spec), client) == 4
+        assert groups(spec, client, 4) == [*first, range(4, 7), range(7, 8)]
+        assert check_against_store(load_spec(spec), client) == 4, "and nothing has changed now"
+        (tmp_path / "count").write_text("0")
+        with open_input(load_spec(spec), client) as opened:
+            assert opened.partition_count() == 4, "what is known is enough"
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (3, 1), (1, 3)])
+def test_other_groups_over_existing_state_are_refused(tmp_path: Path, before: int, after: int) -> None:
+    (tmp_path / "count").write_text("4")
+    with StateClient.open(tmp_path / "job.state") as client:
+        mappers = check_against_store(load_spec(grouped_spec(tmp_path, before)), client)
+        changed = load_spec(grouped_spec(tmp_path, after))
+        check_against_store(changed, client)  # Nothing was read yet.
+        check_against_store(load_spec(grouped_spec(tmp_path, before)), client)
+        with_progress(client, mappers)
+        with pytest.raises(SpecError, match="input has changed: "):
+            check_against_store(changed, client)

@@ -28,7 +28,7 @@ setup: $(STAMP) ## build .venv with everything in it, and a Java runtime if the 
 	@# Asked again each time: the Java of the machine may have gone since.
 	@java_home="$$($(BIN)/python tools/java_home.py --install)" && echo "ready: $(BIN)/shuffle, Java in $$java_home"
 
-$(STAMP): pyproject.toml constraints.txt tools/java_home.py
+$(STAMP): pyproject.toml setup.py constraints.txt shuffle/support/native/kernels.c tools/java_home.py
 	@command -v "$(PYTHON)" >/dev/null || { \
 		echo "no '$(PYTHON)' on the PATH; give one with: make PYTHON=/path/to/python3.11 setup" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -74,6 +74,6 @@ proto: $(STAMP) ## generate statestore/wire/proto/*_pb2*.py again
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. shuffle/statestore/wire/proto/*.proto
 
 clean: ## remove what make made, .venv too
-	rm -rf $(VENV) build perf/results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build shuffle/support/native/*.so perf/results *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf spark-warehouse metastore_db artifacts derby.log
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -77,9 +77,7 @@ class MapStage:
             if self.schema is None:
                 self.schema = mapped_rows[0].schema
             del result
-        # What ``map`` returned is often in many chunks. Once they are combined, they need not be held any longer.
-        mapped = (mapped_rows[0] if len(mapped_rows) == 1 else pa.concat_tables(mapped_rows)).combine_chunks()
-        del mapped_rows
+        mapped = mapped_rows[0] if len(mapped_rows) == 1 else pa.concat_tables(mapped_rows)
         all_indexes = indexes[0] if len(indexes) == 1 else np.concatenate(indexes)
         parts = cut(mapped, all_indexes, self.spec.reducer_count)
         assert self.schema is not None
@@ -243,13 +241,21 @@ def own(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def plain(rows: pa.Table) -> pa.Table:
-    """``rows`` with dictionary columns decoded: each batch would have a dictionary of its own, and neither the wire nor
-    the reducer gains from them."""
+    """``rows`` with dictionary columns and views decoded. Each batch would have a dictionary of its own, and neither
+    the wire nor the reducer gains from them; and Arrow cannot gather views."""
     for column, field in enumerate(rows.schema):
-        if pa.types.is_dictionary(field.type):
-            decoded = rows.column(column).cast(field.type.value_type)
-            rows = rows.set_column(column, field.with_type(field.type.value_type), decoded)
+        data_type = _plain_type(field.type)
+        if data_type != field.type:
+            rows = rows.set_column(column, field.with_type(data_type), rows.column(column).cast(data_type))
     return rows
+
+
+def _plain_type(data_type: pa.DataType) -> pa.DataType:
+    if pa.types.is_dictionary(data_type):
+        return _plain_type(data_type.value_type)
+    if pa.types.is_string_view(data_type):
+        return pa.string()
+    return pa.binary() if pa.types.is_binary_view(data_type) else data_type
 
 
 def _type_of(schema: pa.Schema, name: str) -> str:

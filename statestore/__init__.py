@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shuffle.statestore.client.appender import Appender
 from shuffle.statestore.client.client import StateClient
 from shuffle.statestore.client.leases import Lease, Leases
 from shuffle.statestore.client.queue import Queue
@@ -11,6 +12,7 @@ from shuffle.statestore.request import Committed
 from shuffle.statestore.store import Member
 
 __all__ = [
+    "Appender",
     "Committed",
     "Lease",
     "Leases",

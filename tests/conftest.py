@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from shuffle.support import native
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK_OF_FOLDER = {"kafka": "kafka", "process": "process", "spark": "spark"}
@@ -27,6 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(ROOT).parts[1]
         if folder in MARK_OF_FOLDER:
             item.add_marker(MARK_OF_FOLDER[folder])
+
+
+@pytest.fixture(params=["compiled", "python"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run the test with the compiled kernels, and once more without them."""
+    monkeypatch.setenv(native.SWITCH, "on" if request.param == "compiled" else "off")
+    native.kernels.cache_clear()
+    yield
+    native.kernels.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ from shuffle.ids import ReducerIndex
 from shuffle.limits import KEY_GROUPS_DEFAULT
 from shuffle.partition.hash_cache import ROWS_MIN, HashCache, cacheable
 from shuffle.partition.xxhash64 import hashable, xxhash64
+from shuffle.support.native import address_of, kernels
 from shuffle.support.suggest import did_you_mean
 
 KEY_GROUPS_MAX = 32768
@@ -34,6 +35,10 @@ KEY_GROUPS_MAX = 32768
 _CHUNK_ROWS_MIN = 1 << 18
 """Chunks with fewer rows than this on average are joined before hashing: values that repeat are hashed once for a
 chunk, and the key columns are a small part of a row."""
+
+_NATIVE_CHUNK_ROWS_MIN = 8192
+"""The same with compiled kernels, which have no use for values that repeat. Below it, the calls for each chunk cost
+more than joining them."""
 
 Indexes = np.ndarray[Any, np.dtype[Any]]
 
@@ -57,7 +62,7 @@ def _hashes(keys: pa.Table) -> tuple[Indexes, Indexes | None]:
     if _has_small_chunks(keys):
         keys = keys.combine_chunks()
     batches = keys.to_batches()
-    if len(batches) == 1 and keys.num_rows >= ROWS_MIN:
+    if len(batches) == 1 and keys.num_rows >= ROWS_MIN and kernels() is None:
         cache = _cache_of(keys.schema)
         cached = None if cache is None else cache.find(batches[0].columns)
         return cached or (xxhash64(batches[0].columns), None)
@@ -67,7 +72,7 @@ def _hashes(keys: pa.Table) -> tuple[Indexes, Indexes | None]:
 
 def _has_small_chunks(keys: pa.Table) -> bool:
     chunks: int = max(column.num_chunks for column in keys.columns)
-    return chunks > 1 and keys.num_rows < _CHUNK_ROWS_MIN * chunks
+    return chunks > 1 and keys.num_rows < (_CHUNK_ROWS_MIN if kernels() is None else _NATIVE_CHUNK_ROWS_MIN) * chunks
 
 
 @lru_cache(maxsize=16)
@@ -103,8 +108,20 @@ def hash_partition(
         rows = rows.combine_chunks()
         keys = rows.select(keys.column_names)
     hashes, codes = _hashes(keys)
-    owners = _reducers_by_key_group(reducers, max_parallelism).take(_groups_of(hashes, max_parallelism))
+    owners = _owners(hashes, reducers, max_parallelism)
     return PartitionedRowset(rows, owners if codes is None else owners.take(codes))
+
+
+def _owners(hashes: Indexes, reducers: int, max_parallelism: int) -> Indexes:
+    """The reducer of each hash."""
+    by_group = _reducers_by_key_group(reducers, max_parallelism)
+    library = kernels()
+    if library is None:
+        return by_group.take(_groups_of(hashes, max_parallelism))
+    owners = np.empty(len(hashes), by_group.dtype)
+    kernel = library.owners_8 if owners.itemsize == 1 else library.owners_16
+    kernel(address_of(hashes), len(hashes), max_parallelism, address_of(by_group), address_of(owners))
+    return owners
 
 
 def _key_columns(rows: pa.Table, by: Sequence[str]) -> pa.Table:

@@ -8,10 +8,17 @@ import pyarrow.compute as pc
 
 from shuffle.errors import BadInput, TooLarge
 from shuffle.partition.key_group import KEY_GROUPS_MAX, Indexes, check_reducers
+from shuffle.partition.native_split import NativeSplit
+from shuffle.support.native import kernels
 
 _DIRECT_BUCKETS_MAX = 3
 """The most reducers for which a gather per bucket is cheapest; with more, its random reads cost more than one gather
 and a copy."""
+
+NATIVE_ROWS_MIN = 8192
+NATIVE_PART_MIN = 128
+"""The fewest rows, in all and for each reducer, that are split by compiled kernels. Of fewer rows the calls cost more
+than Arrow's own."""
 
 
 def check_partition_indexes(partition_indexes: Indexes, reducers: int, who: str = "map") -> None:
@@ -36,6 +43,11 @@ def split_by_partition(
     holds the others.
     """
     narrow = _narrow_indexes(partition_indexes, rows, reducers)
+    library = kernels()
+    if library is not None and rows.num_columns and rows.num_rows >= max(NATIVE_ROWS_MIN, NATIVE_PART_MIN * reducers):
+        native = NativeSplit(library, rows, narrow, reducers)
+        if int(native.counts.max()) < rows.num_rows:  # Otherwise all rows are for one reducer, and stay as they are.
+            return native.parts()
     batch = _one_batch(rows)
     if reducers <= _DIRECT_BUCKETS_MAX:
         return [_part(batch, np.flatnonzero(narrow == reducer).astype(np.uint32)) for reducer in range(reducers)]

@@ -36,6 +36,7 @@ import pyarrow.compute as pc
 
 from shuffle.errors import BadInput
 from shuffle.partition.xxhash64_kernels import Int64Array, Words, hash_bytes, hash_ints, hash_longs, hash_pieces
+from shuffle.support.native import kernels
 
 SPARK_SEED = 42
 
@@ -60,7 +61,9 @@ class _Chain:
         """For each row the index of its hash in ``table``; ``None`` if the table has one hash per row."""
 
     def rows(self) -> Words:
-        return self.table if self.codes is None else self.table.take(self.codes)
+        if self.codes is None:
+            return self.table
+        return np.repeat(self.table, len(self.codes)) if len(self.table) == 1 else self.table.take(self.codes)
 
 
 def xxhash64(columns: list[pa.Array], seed: int = SPARK_SEED) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -156,8 +159,8 @@ def _encode(column: pa.Array, distinct_max: int) -> pa.DictionaryArray | None:
     if pa.types.is_dictionary(column.type):
         return column
     flat = pa.types.is_string(column.type) or pa.types.is_binary(column.type)
-    if not flat or len(column) < 2 * _DICTIONARY_SAMPLE_ROWS:
-        return None
+    if not flat or len(column) < 2 * _DICTIONARY_SAMPLE_ROWS or kernels() is not None:
+        return None  # With compiled kernels hashing every row is cheaper than finding the distinct ones.
     if not repeats(column, distinct_max):
         return None
     return column.dictionary_encode()

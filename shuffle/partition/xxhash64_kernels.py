@@ -2,6 +2,9 @@
 
 Rows are hashed in lock step with numpy: every step of the algorithm is one operation over a block of rows, and a step
 that only some rows take (a longer string) gathers those rows first. Blocks are small enough to stay in the cache.
+
+Where the installation has compiled kernels (``shuffle.support.native``), they hash instead, row by row, in a tenth of
+the time.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import itertools
 from typing import Any, TypeAlias
 
 import numpy as np
+
+from shuffle.support.native import address_of, kernels
 
 # Arrays of 64-bit words, of integers (offsets, lengths, indexes) and of bytes.
 Words: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
@@ -74,8 +79,17 @@ def _mix_byte(hashes: Words, octets: Words) -> None:
     hashes *= _P1
 
 
+def _hash_natively(kernel: Any, values: Words, seeds: Words) -> Words:
+    values, hashes = np.ascontiguousarray(values), np.array(seeds, np.uint64)
+    kernel(address_of(values), len(values), address_of(hashes))
+    return hashes
+
+
 def hash_ints(values: Words, seeds: Words) -> Words:
     """Spark's ``hashInt``: ``values`` hold the 32 bits of each integer, zero-extended."""
+    library = kernels()
+    if library is not None:
+        return _hash_natively(library.hash_ints, values, seeds)
     out = np.empty(len(values), np.uint64)
     for begin in range(0, len(values), _BLOCK_ROWS):
         block = slice(begin, begin + _BLOCK_ROWS)
@@ -88,6 +102,9 @@ def hash_ints(values: Words, seeds: Words) -> Words:
 
 def hash_longs(values: Words, seeds: Words) -> Words:
     """Spark's ``hashLong``: ``values`` hold the 64 bits of each integer."""
+    library = kernels()
+    if library is not None:
+        return _hash_natively(library.hash_longs, values, seeds)
     out = np.empty(len(values), np.uint64)
     for begin in range(0, len(values), _BLOCK_ROWS):
         block = slice(begin, begin + _BLOCK_ROWS)
@@ -296,6 +313,13 @@ def _stripes_of_one(value: bytes, seed: int) -> int:
 def hash_bytes(data: Octets, offsets: Int64Array, seeds: Words) -> Words:
     """Spark's ``hashUnsafeBytes`` of ``data[offsets[i]:offsets[i + 1]]``: the layout of Arrow's strings."""
     row_count = len(seeds)
+    library = kernels()
+    if library is not None:
+        hashes = np.array(seeds, np.uint64)
+        bounds = np.ascontiguousarray(offsets)
+        kernel = library.hash_bytes_32 if bounds.itemsize == 4 else library.hash_bytes_64
+        kernel(address_of(data), address_of(bounds), row_count, address_of(hashes))
+        return hashes
     if row_count <= _SCALAR_ROWS_MAX and int(offsets[-1] - offsets[0]) <= 64 * _SCALAR_ROWS_MAX:
         values = (data[begin:end].tobytes() for begin, end in itertools.pairwise(offsets.tolist()))
         return np.array([hash_one(value, seed) for value, seed in zip(values, seeds.tolist(), strict=True)], np.uint64)

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from shuffle.errors import BadInput, TooLarge, UnknownTable
 from shuffle.limits import BATCH_BYTES_MAX, BATCH_ROWS_MAX, MIB
+from shuffle.statestore.client.appender import LINGER_MS_DEFAULT, TIMEOUT_S_DEFAULT, Appender
 from shuffle.statestore.codec.schema import QueueSchema
 from shuffle.statestore.request import Append, CommitRequest, Trim
 from shuffle.statestore.store import STAGED_TTL_MS_DEFAULT, Store
@@ -69,6 +70,23 @@ class Queue:
         append = self.encode_append(partition, rows, producer, sequence)
         with self._reporting_unknown():
             return self._store.commit(CommitRequest(appends=[append])).appended[0]
+
+    def appender(
+        self, partition: int, linger_ms: float = LINGER_MS_DEFAULT, timeout_s: float = TIMEOUT_S_DEFAULT
+    ) -> Appender:
+        """For very many small appends a second: an ``Appender``, which appends several pieces of rows together.
+
+        The first rows of an append wait ``linger_ms`` for others, and the more there are, the more go together. If the
+        store cannot be reached, an append is repeated for ``timeout_s``.
+        """
+        partition = as_int(partition)
+        if not 0 <= partition < self.partitions:
+            raise BadInput(f"queue {self.name!r} has no partition {partition}: they go from 0 to {self.partitions - 1}")
+        return Appender(self, partition, linger_ms, timeout_s)
+
+    def conform(self, rows: pa.Table | pa.RecordBatch) -> pa.RecordBatch:
+        """``rows`` as one batch in the queue's own schema; raises ``SchemaMismatch`` if they do not fit."""
+        return self._description.conform_rows(rows)
 
     def encode_append(
         self, partition: int, rows: pa.Table | pa.RecordBatch, producer: str | None, sequence: int | None

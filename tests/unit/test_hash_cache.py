@@ -13,6 +13,8 @@ from shuffle.partition import hash_cache, key_groups
 from shuffle.partition.hash_cache import ROWS_MIN, HashCache, cacheable
 from shuffle.partition.xxhash64 import xxhash64
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 ROWS = 2 * ROWS_MIN
 
 

@@ -192,6 +192,12 @@ def test_dictionaries_become_plain_columns() -> None:
     assert plain(rows).schema == pa.schema([("a", pa.int64()), ("s", pa.string())])
 
 
+def test_views_become_plain_columns() -> None:
+    rows = pa.table({"s": pa.array(["x", None], pa.string_view()), "b": pa.array([b"y", b""], pa.binary_view())})
+    assert plain(rows).to_pylist() == rows.to_pylist()
+    assert plain(rows).schema == pa.schema([("s", pa.string()), ("b", pa.binary())])
+
+
 # Rows that cannot be decoded -----------------------------------------------------------------------------------------
 
 

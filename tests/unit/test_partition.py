@@ -19,6 +19,8 @@ from shuffle.partition import (
     split_by_partition,
 )
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 
 def log_rows(count: int) -> pa.Table:
     numbers = np.arange(count)

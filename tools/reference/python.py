@@ -26,6 +26,7 @@ LEFT_OUT = {
     "StateClient.with_row_cache": "for the reducer",
     "StateClient.serves": "for open and the workers",
     "Queue.encode_append": "for Transaction",
+    "Queue.conform": "for Appender",
     "Transaction.appends_to": "for the Spark connector",
     "Snapshot.split": "for the Spark connector",
     "Snapshot.scan_range": "for the Spark connector",
@@ -55,7 +56,7 @@ ORDER = {
         "Count",
         "Sum",
     ),
-    "statestore": ("StateClient", "Queue", "Transaction", "Snapshot"),
+    "statestore": ("StateClient", "Queue", "Appender", "Transaction", "Snapshot"),
 }
 """The names that come first; the others follow in the order of ``__all__``."""
 

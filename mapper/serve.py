@@ -304,23 +304,31 @@ class MapperServer(flight.FlightServerBase):
     def _answers(self, requests: Sequence[GetRows], bytes_max: int, context: Any) -> list[_Answer]:
         """An answer to each request, as soon as there is one with rows or an error: None if it has to be made alone."""
         begin_s = time.monotonic()
+        asked: dict[SharedCore, list[GetRows]] = {}
+        for request in requests:
+            mapper = self.mappers.get(request.mapper_id)
+            if mapper is not None:
+                asked.setdefault(mapper.shared, []).append(request)
+        wakes = [core.wakes for core in asked]
         answers = self._answers_now(requests, bytes_max)
         if not all(map(_is_empty, answers)):
             return answers
         woken = threading.Event()
-        cores = [self.mapper(request.mapper_id).shared for request in requests]
         with ExitStack() as stack:
-            for core, request in zip(cores, requests, strict=True):
-                stack.enter_context(core.listening(request.reducer_index, woken))
+            for core, of_core in asked.items():
+                stack.enter_context(core.listening(of_core, woken))
+            # What came between the first look and now has set no event.
+            is_new = wakes != [core.wakes for core in asked]
             while True:
-                woken.clear()
-                answers = self._answers_now(requests, bytes_max)
-                wait_s = min(core.wait_s(request) for core, request in zip(cores, requests, strict=True))
+                if is_new:
+                    answers = self._answers_now(requests, bytes_max)
+                wait_s = min((core.wait_s(of_core) for core, of_core in asked.items()), default=0.0)
                 left_s = begin_s + wait_s - time.monotonic()
-                is_over = left_s <= 0 or context.is_cancelled() or any(core.closing for core in cores)
+                is_over = left_s <= 0 or context.is_cancelled() or any(core.closing for core in asked)
                 if is_over or not all(map(_is_empty, answers)):
                     return answers
-                woken.wait(min(left_s, CANCEL_CHECK_S))
+                is_new = woken.wait(min(left_s, CANCEL_CHECK_S))
+                woken.clear()
 
     def _answers_now(self, requests: Sequence[GetRows], bytes_max: int) -> list[_Answer]:
         answers: list[_Answer] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -91,6 +91,8 @@ class SharedCore:
         self._listening: list[list[threading.Event]] = [[] for _ in range(reducer_count)]
         """For each reducer, the events that are set then, too: those of requests that wait for several reducers, or for
         rows of several mappers."""
+        self.wakes = 0
+        """The number of times that requests which wait have been told to look again."""
         self.reducer_count = reducer_count
         self.closing = False
         """Whether the process stops: nothing is waited for any more, calls get what there is, and exchanges end."""
@@ -115,7 +117,8 @@ class SharedCore:
             self._wake(woken if schema_was_known else range(self.reducer_count))
 
     def _wake(self, reducers: Iterable[int]) -> None:
-        """Have the requests that wait for rows of these reducers look again."""
+        """Have the requests that wait for rows of these reducers look again. The caller has the lock."""
+        self.wakes += 1
         for reducer_index in reducers:
             self._new_rows[reducer_index].notify_all()
             for event in self._listening[reducer_index]:
@@ -210,25 +213,29 @@ class SharedCore:
             return Served(self.core.schema, rows, self.core.tail(request, rows))
 
     @contextmanager
-    def listening(self, reducer: ReducerIndex, event: threading.Event) -> Iterator[None]:
-        """A request of this reducer waits during the block: ``event`` is set whenever it should look again."""
+    def listening(self, requests: Sequence[GetRows], event: threading.Event) -> Iterator[None]:
+        """These requests wait during the block: ``event`` is set whenever they should look again."""
+        reducers = [request.reducer_index for request in requests]
         with self.lock:
-            self.core.waiting[reducer] += 1
-            self._listening[reducer].append(event)
+            for reducer in reducers:
+                self.core.waiting[reducer] += 1
+                self._listening[reducer].append(event)
         try:
             yield
         finally:
             with self.lock:
-                self._listening[reducer].remove(event)
-                self.core.waiting[reducer] -= 1
+                for reducer in reducers:
+                    self._listening[reducer].remove(event)
+                    self.core.waiting[reducer] -= 1
 
-    def wait_s(self, request: GetRows) -> float:
-        """The seconds for which a request that is ``listening`` may wait, from its beginning on."""
-        wait_s = min(max(request.wait_ms, 0), WAIT_MS_MAX) / 1000
+    def wait_s(self, requests: Sequence[GetRows]) -> float:
+        """The seconds for which requests that are ``listening`` may wait, from their beginning on: the shortest time of
+        any of them."""
+        wait_s = min(min(max(request.wait_ms, 0), WAIT_MS_MAX) / 1000 for request in requests)
         with self.lock:
-            if self.core.waiting[request.reducer_index] > WAITERS_PER_REDUCER_MAX:
+            if any(self.core.waiting[request.reducer_index] > WAITERS_PER_REDUCER_MAX for request in requests):
                 wait_s = min(wait_s, CROWDED_WAIT_S)
-            if request.from_row_index > request.committed_row_index and not self.core.wants_input:
+            if not self.core.wants_input and any(one.from_row_index > one.committed_row_index for one in requests):
                 wait_s = min(wait_s, FULL_WINDOW_WAIT_S)
             return wait_s
 

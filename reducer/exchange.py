@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -69,7 +69,7 @@ class RowStream:
     def get_rows(self, request: GetRows, timeout_s: float) -> RowsResponse:
         """One GetRows. The response comes within ``timeout_s`` and ``STREAM_S_MAX`` together, or there is an error."""
         response = self._ask(
-            lambda machine: replace(request, machine=machine).encode(),
+            lambda machine: request.encode(machine=machine),
             lambda: self._read_response(request),
             timeout_s,
         )
@@ -77,10 +77,11 @@ class RowStream:
             raise response
         return response
 
-    def get_many(self, requests: Sequence[GetRows], timeout_s: float) -> list[ManyAnswer]:
-        """An answer to each of many requests, in their order, or an error that is about all of them."""
+    def get_many(self, requests: Sequence[GetRows], wait_ms: int, timeout_s: float) -> list[ManyAnswer]:
+        """An answer to each of many requests, in their order, or an error that is about all of them. The mapper waits
+        ``wait_ms`` for rows of any of them."""
         return self._ask(
-            lambda machine: encode_many(replace(request, machine=machine) for request in requests),
+            lambda machine: encode_many(requests, machine=machine, wait_ms=wait_ms),
             lambda: self._read_many(requests),
             timeout_s,
         )

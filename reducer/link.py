@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from shuffle.errors import ShuffleError
@@ -224,8 +224,7 @@ class Link:
         with self._lock:
             self._is_asking = True
         try:
-            held = [replace(request, wait_ms=wait_ms) for request in requests]
-            return stream.get_many(held, timeout_s=wait_ms / 1000 + RESPONSE_S_MAX)
+            return stream.get_many(requests, wait_ms, wait_ms / 1000 + RESPONSE_S_MAX)
         finally:
             with self._lock:
                 self._is_asking = False

@@ -139,8 +139,9 @@ def _tails(metadata: bytes, at: int, count: int) -> tuple[Tail, ...]:
     return tuple(Tail.decode(metadata[end - TAIL_BYTES : end]) for end in ends)
 
 
-def encode_many(requests: Iterable[GetRows]) -> bytes:
-    return b"[%b]" % b",".join(request.encode() for request in requests)
+def encode_many(requests: Iterable[GetRows], **changed: object) -> bytes:
+    """A message of these requests, with the same fields ``changed`` in each."""
+    return b"[%b]" % b",".join(request.encode(**changed) for request in requests)
 
 
 def decode_many(message: bytes) -> list[GetRows]:

@@ -6,10 +6,12 @@ Handlers hold the lock only for slicing: small batches are joined, and everythin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeGuard
 
 import pyarrow as pa
 
@@ -17,8 +19,9 @@ from shuffle.errors import BadInput, ShuffleError, StaleMapper, WrongVersion, to
 from shuffle.ids import Guid
 from shuffle.limits import MIB
 from shuffle.mapper.bucket import ServedBatch
-from shuffle.mapper.shared_core import MemoryBudget, Served, SharedCore
+from shuffle.mapper.shared_core import CANCEL_CHECK_S, MemoryBudget, Served, SharedCore
 from shuffle.messages import METADATA_FIELDS, ROWS_EXCHANGE, STREAM_OVER, GetRows, SharedRows, Tail
+from shuffle.messages_many import MANY, ManyHead, PairAnswer, decode_many
 from shuffle.support import crash_points, flight
 from shuffle.support.endpoint import Endpoint
 from shuffle.support.shared_memory import BYTES_MIN, MemoryWriter, machine
@@ -33,6 +36,11 @@ EXCHANGES_MIN = 64
 """The number of exchanges and calls that are served at once: this many for each reducer of each mapper, and at least
 ``EXCHANGES_MIN``. Each has a thread. A reducer has one exchange, and for a while those that it, or an instance before
 it, has abandoned; Spark's tasks and ``status`` come on top."""
+
+
+MANY_BYTES_MAX = 16 * MIB
+"""The most bytes of a response to many requests over the wire. Each of them gets an equal part, and what is left of the
+parts of those before it."""
 
 
 def joined(batches: Iterable[ServedBatch], join_bytes_max: int = JOIN_BYTES_MAX) -> Iterator[ServedBatch]:
@@ -75,6 +83,23 @@ def _with_tails(batches: Iterable[ServedBatch], tail: Tail) -> Iterator[tuple[pa
 
 _NO_COLUMNS = pa.schema([])
 
+_Answer = Served | ShuffleError | None
+"""The answer to one of many requests; None says that the request has to be made alone."""
+
+
+def _has_rows(answer: _Answer) -> TypeGuard[Served]:
+    return isinstance(answer, Served) and bool(answer.rows)
+
+
+def _is_empty(answer: _Answer) -> bool:
+    """Whether there is nothing to tell yet, so that the response can wait."""
+    return isinstance(answer, Served) and not answer.rows
+
+
+def _alone_unless(answer: _Answer, schema: pa.Schema | None) -> _Answer:
+    """``answer``, unless its rows are of another schema."""
+    return None if _has_rows(answer) and answer.schema != schema else answer
+
 
 def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
@@ -98,6 +123,33 @@ class HostedMapper:
         on_served: Callable[[int, int], None] = lambda rows, nbytes: None,
     ) -> HostedMapper:
         return cls(shared, MemoryBudget(shared), status or shared.status, on_served)
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """What the handler of an exchange knows from one request to the next."""
+
+    writer: Any
+    begun_with: pa.Schema | None = None
+    """The schema that the exchange was begun with; None if none was known then."""
+    has_begun: bool = False
+    memory: MemoryWriter | None = None
+    shares: int = 0
+    """For how many reducers the shared memory is."""
+    closing: ExitStack = field(default_factory=ExitStack)
+    """What gives the shared memory back."""
+
+    def begin(self, schema: pa.Schema | None) -> None:
+        if not self.has_begun:
+            self.begun_with, self.has_begun = schema, True
+            self.writer.begin(schema or _NO_COLUMNS)
+
+    def sharing(self, budget: MemoryBudget, shares: int = 1) -> MemoryWriter | None:
+        """Shared memory for a response to this many reducers; None if there is none."""
+        if self.memory is None or self.shares < shares:
+            self.closing.close()
+            self.memory, self.shares = budget.take(self.closing, shares), shares
+        return None if self.memory is None or self.memory.is_refused else self.memory
 
 
 class MapperServer(flight.FlightServerBase):
@@ -162,51 +214,47 @@ class MapperServer(flight.FlightServerBase):
                 "different versions of this project. Install the same one everywhere, and start them again"
             )
         flight.check_schema(reader, _NO_COLUMNS)
-        with self._slots.taken(), ExitStack() as stack:
-            self._serve_exchange(context, reader, writer, stack)
+        exchange = _Exchange(writer)
+        with self._slots.taken(), exchange.closing:
+            while True:
+                try:
+                    message = flight.read_chunk(reader).app_metadata
+                except StopIteration:
+                    return
+                ticket = b"" if message is None else bytes(message)
+                serve = self._serve_many if ticket.startswith(MANY) else self._serve_one
+                if not serve(exchange, ticket, context):
+                    writer.write_metadata(STREAM_OVER)
+                    return
 
-    def _serve_exchange(self, context: Any, reader: Any, writer: Any, stack: ExitStack) -> None:
-        memory: MemoryWriter | None = None
-        begun_with: pa.Schema | None = None
-        has_begun = False
-        while True:
-            try:
-                ticket = flight.read_chunk(reader).app_metadata
-            except StopIteration:
-                return
-            error: ShuffleError | None = None
-            served: Served | None = None
-            sharing: MemoryWriter | None = None
-            try:
-                request = GetRows.decode(b"" if ticket is None else bytes(ticket))
-                mapper = self.mapper(request.mapper_id)
-                if request.machine is not None and request.machine == machine():
-                    memory = memory or mapper.memory_budget.take(stack)
-                    sharing = None if memory is None or memory.is_refused else memory
-                if sharing is not None and request.to_row_index is None:
-                    request = replace(request, max_bytes=min(request.max_bytes, sharing.bytes_max))
-                served = self._rows(mapper, request, context)
-            except ShuffleError as refused:
-                error = refused
-            schema = begun_with if served is None else served.schema
-            if not has_begun:
-                begun_with, has_begun = schema, True
-                writer.begin(schema or _NO_COLUMNS)
-            if served is None:
-                assert error is not None
-                writer.write_metadata(to_wire(error).encode())
-                continue
-            if schema != begun_with or mapper.shared.closing:
-                writer.write_metadata(STREAM_OVER)
-                return
-            if not served.rows:
-                writer.write_metadata(served.tail.encode())
-                continue
-            nbytes = sum(batch.rows.nbytes for batch in served.rows)
-            if sharing is None or nbytes < BYTES_MIN or not self._share(writer, sharing, served):
-                for rows, tail in _with_tails(joined(served.rows), served.tail):
-                    writer.write_with_metadata(rows, tail.encode())
-            mapper.on_served(sum(batch.rows.num_rows for batch in served.rows), nbytes)
+    def _serve_one(self, exchange: _Exchange, ticket: bytes, context: Any) -> bool:
+        """Respond to one request; False if that cannot be done on this exchange."""
+        writer = exchange.writer
+        sharing: MemoryWriter | None = None
+        try:
+            request = GetRows.decode(ticket)
+            mapper = self.mapper(request.mapper_id)
+            if request.machine is not None and request.machine == machine():
+                sharing = exchange.sharing(mapper.memory_budget)
+            if sharing is not None and request.to_row_index is None:
+                request = replace(request, max_bytes=min(request.max_bytes, sharing.bytes_max))
+            served = self._rows(mapper, request, context)
+        except ShuffleError as refused:
+            exchange.begin(exchange.begun_with)
+            writer.write_metadata(to_wire(refused).encode())
+            return True
+        exchange.begin(served.schema)
+        if served.schema != exchange.begun_with or mapper.shared.closing:
+            return False
+        if not served.rows:
+            writer.write_metadata(served.tail.encode())
+            return True
+        nbytes = sum(batch.rows.nbytes for batch in served.rows)
+        if sharing is None or nbytes < BYTES_MIN or not self._share(writer, sharing, served):
+            for rows, tail in _with_tails(joined(served.rows), served.tail):
+                writer.write_with_metadata(rows, tail.encode())
+        mapper.on_served(sum(batch.rows.num_rows for batch in served.rows), nbytes)
+        return True
 
     def _share(self, writer: Any, memory: MemoryWriter, served: Served) -> bool:
         """Respond by way of shared memory; False if there are too many rows for it."""
@@ -216,6 +264,114 @@ class MapperServer(flight.FlightServerBase):
             return False
         writer.write_metadata(SharedRows(handle, tuple(tail for _, tail in batches)).encode())
         return True
+
+    # -- many requests in one message ---------------------------------------------------------------------------------
+
+    def _serve_many(self, exchange: _Exchange, message: bytes, context: Any) -> bool:
+        """Respond to the requests of many pairs; False if that cannot be done on this exchange."""
+        sharing: MemoryWriter | None = None
+        try:
+            requests = decode_many(message)
+            first = requests[0]
+            if first.machine is not None and first.machine == machine():
+                shares = sum(request.mapper_id == first.mapper_id for request in requests)
+                budget = self.mapper(first.mapper_id).memory_budget
+                sharing = exchange.sharing(budget, min(shares, budget.reducers))
+        except StaleMapper:
+            pass  # The answer to that request says so.
+        except ShuffleError as refused:
+            exchange.begin(exchange.begun_with)
+            exchange.writer.write_metadata(to_wire(refused).encode())
+            return True
+        answers = self._answers(requests, MANY_BYTES_MAX if sharing is None else sharing.bytes_max, context)
+        with_rows = [answer for answer in answers if _has_rows(answer)]
+        schemas = [answer.schema for answer in with_rows or answers if isinstance(answer, Served)]
+        exchange.begin(next((schema for schema in schemas if schema is not None), None))
+        if any(mapper.shared.closing for mapper in self.mappers.values()):
+            return False
+        if with_rows and exchange.begun_with is None:
+            return False
+        # Rows of another schema do not fit into the exchange, and the reducer gets them from one of its own.
+        answers = [_alone_unless(answer, exchange.begun_with) for answer in answers]
+        self._send_many(exchange, sharing, answers)
+        for request, answer in zip(requests, answers, strict=True):
+            if _has_rows(answer):
+                rows = [batch.rows for batch in answer.rows]
+                served_bytes = sum(batch.nbytes for batch in rows)
+                self.mapper(request.mapper_id).on_served(sum(batch.num_rows for batch in rows), served_bytes)
+        return True
+
+    def _answers(self, requests: Sequence[GetRows], bytes_max: int, context: Any) -> list[_Answer]:
+        """An answer to each request, as soon as there is one with rows or an error: None if it has to be made alone."""
+        begin_s = time.monotonic()
+        asked: dict[SharedCore, list[GetRows]] = {}
+        for request in requests:
+            mapper = self.mappers.get(request.mapper_id)
+            if mapper is not None:
+                asked.setdefault(mapper.shared, []).append(request)
+        wakes = [core.wakes for core in asked]
+        answers = self._answers_now(requests, bytes_max)
+        if not all(map(_is_empty, answers)):
+            return answers
+        woken = threading.Event()
+        with ExitStack() as stack:
+            for core, of_core in asked.items():
+                stack.enter_context(core.listening(of_core, woken))
+            # What came between the first look and now has set no event.
+            is_new = wakes != [core.wakes for core in asked]
+            while True:
+                if is_new:
+                    answers = self._answers_now(requests, bytes_max)
+                wait_s = min((core.wait_s(of_core) for core, of_core in asked.items()), default=0.0)
+                left_s = begin_s + wait_s - time.monotonic()
+                is_over = left_s <= 0 or context.is_cancelled() or any(core.closing for core in asked)
+                if is_over or not all(map(_is_empty, answers)):
+                    return answers
+                is_new = woken.wait(min(left_s, CANCEL_CHECK_S))
+                woken.clear()
+
+    def _answers_now(self, requests: Sequence[GetRows], bytes_max: int) -> list[_Answer]:
+        answers: list[_Answer] = []
+        left_bytes = bytes_max
+        for at, request in enumerate(requests):
+            share_bytes = max(1, left_bytes // (len(requests) - at))
+            try:
+                mapper = self.mapper(request.mapper_id)
+                answer = mapper.shared.get_rows_now(replace(request, max_bytes=min(request.max_bytes, share_bytes)))
+            except ShuffleError as refused:
+                answers.append(refused)
+                continue
+            if answer is not None and answer.rows:
+                crash_points.reach("mapper.before_answer")
+                answer = answer._replace(schema=answer.rows[0].rows.schema)
+                left_bytes -= sum(batch.rows.nbytes for batch in answer.rows)
+            answers.append(answer)
+        return answers
+
+    def _send_many(self, exchange: _Exchange, sharing: MemoryWriter | None, answers: Sequence[_Answer]) -> None:
+        """Send the head of the response, and the rows behind it or in shared memory."""
+        is_early = not all(map(_is_empty, answers))
+        parts = [list(_with_tails(joined(answer.rows), answer.tail)) for answer in answers if _has_rows(answer)]
+        nbytes = sum(rows.nbytes for part in parts for rows, _ in part)
+        shared = None
+        if sharing is not None and nbytes >= BYTES_MIN:
+            shared = sharing.put_many([[rows for rows, _ in part] for part in parts])
+        handle, places = shared or (None, [(0, 0)] * len(parts))
+        each = iter(zip(parts, places, strict=True))
+        told: list[PairAnswer | ShuffleError] = []
+        for answer in answers:
+            if _has_rows(answer):
+                part, place = next(each)
+                told.append(PairAnswer(tuple(tail for _, tail in part), True, False, *place))
+            elif isinstance(answer, Served):
+                told.append(PairAnswer((answer.tail,), is_early=is_early))
+            else:
+                told.append(PairAnswer() if answer is None else answer)
+        exchange.writer.write_metadata(ManyHead(told, handle).encode())
+        if handle is None:
+            for part in parts:
+                for rows, tail in part:
+                    exchange.writer.write_with_metadata(rows, tail.encode())
 
     def do_action(self, context: Any, action: Any) -> Any:
         if action.type != "status":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -88,6 +88,11 @@ class SharedCore:
         """The condition that is notified when rows were committed, so that the ingestion may go on."""
         self._new_rows = [threading.Condition(self.lock) for _ in range(reducer_count)]
         """For each reducer, the condition that is notified when there are new rows for it."""
+        self._listening: list[list[threading.Event]] = [[] for _ in range(reducer_count)]
+        """For each reducer, the events that are set then, too: those of requests that wait for several reducers, or for
+        rows of several mappers."""
+        self.wakes = 0
+        """The number of times that requests which wait have been told to look again."""
         self.reducer_count = reducer_count
         self.closing = False
         """Whether the process stops: nothing is waited for any more, calls get what there is, and exchanges end."""
@@ -103,23 +108,28 @@ class SharedCore:
             self.core.restart(persisted, committed)
             self.core.load_spill(spills)
             # A request that came before the spill was known, and waits for new rows, may have rows in the spill.
-            for condition in self._new_rows:
-                condition.notify_all()
+            self._wake(range(self.reducer_count))
 
     def ingest(self, observed: MapperState | None, rows_in: int, token_after: Token, mapped: MappedBatch) -> None:
         with self.lock:
             schema_was_known = self.core.schema is not None
             woken = self.core.ingest(observed, rows_in, token_after, mapped)
-            reducers: Iterable[int] = woken if schema_was_known else range(len(self._new_rows))
-            for reducer_index in reducers:
-                self._new_rows[reducer_index].notify_all()
+            self._wake(woken if schema_was_known else range(self.reducer_count))
+
+    def _wake(self, reducers: Iterable[int]) -> None:
+        """Have the requests that wait for rows of these reducers look again. The caller has the lock."""
+        self.wakes += 1
+        for reducer_index in reducers:
+            self._new_rows[reducer_index].notify_all()
+            for event in self._listening[reducer_index]:
+                event.set()
 
     def wait_for_room(self, timeout_s: float) -> bool:
         """Wait until the window is below its limit; whether it is."""
         with self.lock:
             if not self.core.wants_input:
-                for condition in self._new_rows:
-                    condition.notify_all()  # Requests that wait for rows wait only ``FULL_WINDOW_WAIT_S`` now.
+                # Requests that wait for rows wait only ``FULL_WINDOW_WAIT_S`` now.
+                self._wake(range(self.reducer_count))
             self._room.wait_for(lambda: self.core.wants_input or self.closing, timeout_s)
             return self.core.wants_input
 
@@ -188,6 +198,47 @@ class SharedCore:
                 return Served(self.core.schema, rows, self.core.tail(request, rows))
         return self._from_spill(request, spilled)
 
+    # -- one request of many ------------------------------------------------------------------------------------------
+
+    def get_rows_now(self, request: GetRows) -> Served | None:
+        """The rows that the window has for a request, perhaps none, without any wait; None if the store is needed for
+        the response: ``get_rows`` reads it."""
+        with self.lock:
+            try:
+                rows = self._get_rows(request)
+            except NotServed:
+                return None
+            if self.core.spill_read(request) is not None:
+                return None
+            return Served(self.core.schema, rows, self.core.tail(request, rows))
+
+    @contextmanager
+    def listening(self, requests: Sequence[GetRows], event: threading.Event) -> Iterator[None]:
+        """These requests wait during the block: ``event`` is set whenever they should look again."""
+        reducers = [request.reducer_index for request in requests]
+        with self.lock:
+            for reducer in reducers:
+                self.core.waiting[reducer] += 1
+                self._listening[reducer].append(event)
+        try:
+            yield
+        finally:
+            with self.lock:
+                for reducer in reducers:
+                    self._listening[reducer].remove(event)
+                    self.core.waiting[reducer] -= 1
+
+    def wait_s(self, requests: Sequence[GetRows]) -> float:
+        """The seconds for which requests that are ``listening`` may wait, from their beginning on: the shortest time of
+        any of them."""
+        wait_s = min(min(max(request.wait_ms, 0), WAIT_MS_MAX) / 1000 for request in requests)
+        with self.lock:
+            if any(self.core.waiting[request.reducer_index] > WAITERS_PER_REDUCER_MAX for request in requests):
+                wait_s = min(wait_s, CROWDED_WAIT_S)
+            if not self.core.wants_input and any(one.from_row_index > one.committed_row_index for one in requests):
+                wait_s = min(wait_s, FULL_WINDOW_WAIT_S)
+            return wait_s
+
     def _from_spill(self, request: GetRows, spilled: SpillRead) -> Served:
         """Respond with spilled rows. The store is read without the lock, so that others are served meanwhile."""
         assert self._read_spill is not None
@@ -215,8 +266,7 @@ class SharedCore:
         with self.lock:
             self.closing = True
             self._room.notify_all()
-            for condition in self._new_rows:
-                condition.notify_all()
+            self._wake(range(self.reducer_count))
 
     def status(self) -> dict[str, Any]:
         with self.lock:
@@ -263,26 +313,27 @@ class MemoryBudget:
 
     def __init__(self, shared: SharedCore) -> None:
         self._shared = shared
-        reducers = shared.reducer_count
-        self._writer_bytes = min(SHARED_BYTES_MAX, shared.core.memory_bytes_max // SHARED_OF_WINDOW) // reducers
-        self._writers_left = reducers if self._writer_bytes >= WRITER_BYTES_MIN else 0
+        self.reducers = shared.reducer_count
+        bytes_max = min(SHARED_BYTES_MAX, shared.core.memory_bytes_max // SHARED_OF_WINDOW)
+        self._share_bytes = bytes_max // self.reducers
+        self._shares_left = self.reducers
 
-    def take(self, stack: ExitStack) -> MemoryWriter | None:
-        """Shared memory for one exchange, given back when ``stack`` is closed; None if none is left, because there are
-        more exchanges than reducers."""
-        if not self._writers_left:
+    def take(self, stack: ExitStack, shares: int = 1) -> MemoryWriter | None:
+        """Shared memory for one exchange with as many reducers as ``shares``, given back when ``stack`` is closed. None
+        if it would be too little, or if none is left, because there are more exchanges than reducers."""
+        if self._shares_left < shares or shares * self._share_bytes < WRITER_BYTES_MIN:
             return None
         with self._shared.lock:
-            if not self._writers_left:
+            if self._shares_left < shares:
                 return None
-            self._writers_left -= 1
-            self._shared.core.reserved_bytes += self._writer_bytes
-        memory = MemoryWriter(self._writer_bytes)
-        stack.callback(self._give_back, memory)
+            self._shares_left -= shares
+            self._shared.core.reserved_bytes += shares * self._share_bytes
+        memory = MemoryWriter(shares * self._share_bytes)
+        stack.callback(self._give_back, memory, shares)
         return memory
 
-    def _give_back(self, memory: MemoryWriter) -> None:
+    def _give_back(self, memory: MemoryWriter, shares: int) -> None:
         memory.close()
         with self._shared.lock:
-            self._writers_left += 1
-            self._shared.core.reserved_bytes -= self._writer_bytes
+            self._shares_left += shares
+            self._shared.core.reserved_bytes -= shares * self._share_bytes

@@ -226,10 +226,14 @@ class ReducerCore:
         )
 
     def fetched(
-        self, plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]], tails: Sequence[Tail] = ()
+        self,
+        plan: FetchPlan,
+        batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]],
+        tails: Sequence[Tail] = (),
+        is_early: bool = False,
     ) -> int:
         """Queue a response: its batches, each with the shuffle index of its last row, and the tails. Returns the number
-        of rows queued.
+        of rows queued. A response without rows ``is_early`` if the mapper has not waited for them.
 
         A response to a request of an earlier epoch, or one that does not continue at the cursor, changes nothing.
         """
@@ -245,7 +249,7 @@ class ReducerCore:
             self._cursors[mapper_index] = part.last_row_index
         if parts:
             self._wait_ms[mapper_index] = self.limits.fetch_wait_ms
-        elif plan.from_row_index == plan.committed_row_index:
+        elif plan.from_row_index == plan.committed_row_index and not is_early:
             longest_ms = max(self.limits.fetch_wait_ms, IDLE_WAIT_MS_MAX)
             self._wait_ms[mapper_index] = min(2 * self._wait_ms[mapper_index], longest_ms)
         return sum(part.batch.num_rows for part in parts)

@@ -39,6 +39,7 @@ from shuffle.reducer.connections import ClientPool
 from shuffle.reducer.core import FetchLimits, ReducerCore
 from shuffle.reducer.cycle import CycleEnvironment, ReduceCycle
 from shuffle.reducer.fetch import Fetcher, RowLocator
+from shuffle.reducer.link import Links
 from shuffle.reducer.outputs.opening import emitter
 from shuffle.reducer.pace import Pace
 from shuffle.reducer.reduce import ReduceStage
@@ -121,22 +122,27 @@ class ProcessParts:
     clients: ClientPool
     attributes: Mapping[str, str]
     """What their leases tell about the process."""
+    links: Links | None
+    """What sends their requests together; None if the process has one reducer, and each mapper a process of its own."""
     grown: threading.Event = field(default_factory=threading.Event)
     """Set once the processor has more mappers than the reducers were started with: all of them begin again."""
 
 
 @contextmanager
 def _process_parts(
-    spec: ProcessorSpec, client: StateClient, metrics: ReducerMetrics, port: int | None, fail: Fail
+    spec: ProcessorSpec, client: StateClient, metrics: ReducerMetrics, port: int | None, fail: Fail, reducers: int = 1
 ) -> Iterator[ProcessParts]:
-    """The parts of a process that serves its metrics on ``port``, or none if it is None."""
+    """The parts of a process of so many reducers that serves its metrics on ``port``, or none if it is None."""
     with ExitStack() as stack:
         attributes = {}
         if port is not None:
             metrics_server = serve_metrics(metrics.registry, fail, port=port)
             attributes["metrics"] = stack.enter_context(metrics_server).address
         directory = stack.enter_context(MapperDirectory(client, spec.processor, fail))
-        yield ProcessParts(directory, ClientPool(), attributes)
+        clients = ClientPool()
+        has_many = reducers > 1 or spec.mapper.per_process > 1
+        links = Links(clients, spec.reducer.share_memory, reducers) if has_many else None
+        yield ProcessParts(directory, clients, attributes, links)
 
 
 def _run_hosted(
@@ -171,7 +177,7 @@ def _run_until_grown(
     for index in indexes:
         daemons.append(ReducerDaemon(spec, index, client, mapper_count, daemons[0].metrics if daemons else None))
     port = spec.metrics_port("reducer", indexes[0])
-    with _process_parts(spec, client, daemons[0].metrics, port, fail) as parts:
+    with _process_parts(spec, client, daemons[0].metrics, port, fail, len(indexes)) as parts:
         threads = []
         for daemon in daemons:
             with logged_as_worker(daemon.index):
@@ -276,6 +282,7 @@ class ReducerDaemon:
                 self._rows_gone,
                 self._spec.reducer.share_memory,
                 parts.clients,
+                parts.links,
             )
             for i in range(self._mapper_count)
         ]

@@ -2,7 +2,8 @@
 
 A fetcher has at most one request under way. It sends it to the youngest instance that discovery lists, to the next one
 after a failure, and waits a little longer after each failure in a row, unless discovery changes first. The core decides
-which rows to request (``FetchPlan``).
+which rows to request (``FetchPlan``). Where a process hosts several reducers, or several mappers, the requests of many
+fetchers are sent together (``link``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from shuffle.discovery import MapperAddress, MapperDirectory
@@ -21,15 +23,15 @@ from shuffle.metrics import ReducerMetrics
 from shuffle.reducer.connections import ClientPool, SharedClient
 from shuffle.reducer.core import FetchedBatch, FetchPlan
 from shuffle.reducer.exchange import RowsResponse, RowStream
+from shuffle.reducer.link import RESPONSE_S_MAX, Link, Links
 from shuffle.reducer.shared_core import SharedCore
 from shuffle.support import crash_points, flight
 from shuffle.support.logs import get_logger
 from shuffle.support.retry import Backoff
 from shuffle.support.vital_threads import start_vital
 
-RESPONSE_S_MAX = 6.0
-"""The seconds within which a response must come, after the wait for rows that was requested. A mapper that needs longer
-is treated as gone."""
+ALONE_WAIT_MS = 250
+"""The longest wait, in milliseconds, of a request that is made alone by a fetcher that could board a link."""
 
 LOCATE_S_MAX = 2.0
 """The seconds for finding the exact position of one dead letter, which is not worth a long wait."""
@@ -129,7 +131,9 @@ class Fetcher:
         on_rows_gone: Callable[[], None],
         share_memory: bool = True,
         clients: ClientPool | None = None,
+        links: Links | None = None,
     ) -> None:
+        """``links`` are those of the process, if it sends requests together."""
         self._mapper_index = mapper_index
         self._reducer_index = reducer_index
         self._shared = shared
@@ -139,6 +143,12 @@ class Fetcher:
         self._on_rows_gone = on_rows_gone
         self._choice = InstanceChoice()
         self._connections = Connections(share_memory, clients)
+        self._links = links
+        self._link: Link | None = None
+        """The link that the fetcher has boarded last."""
+        self._boarded_for: MapperAddress | None = None
+        self._alone = 0
+        """The number of requests to make before it boards again."""
 
         self._thread: threading.Thread | None = None
 
@@ -148,6 +158,8 @@ class Fetcher:
     def interrupt(self) -> None:
         """End a wait for rows, after the core was stopped: nobody needs the response any more."""
         self._connections.interrupt()
+        if self._link is not None:
+            self._link.interrupt()
 
     def join(self, timeout_s: float | None = None) -> None:
         if self._thread is not None:
@@ -172,24 +184,49 @@ class Fetcher:
             self._wait(changes)
             return
         try:
-            response = self._fetch(mapper, plan)
-            if response.batches:
-                crash_points.reach("reducer.after_fetch")
-            rows = self._shared.fetched(plan, response.batches, response.tails)
+            if self._links is None:
+                self._fetch(mapper, plan)
+            elif self._alone:
+                self._alone -= 1
+                self._fetch(mapper, replace(plan, wait_ms=min(plan.wait_ms, ALONE_WAIT_MS)))
+            else:
+                self._boarded_for = mapper
+                self._link = self._links.to(mapper.address, self._mapper_index)
+                self._alone = self._link.ride(self)
         except ShuffleError as error:
             self._failed(mapper, error, changes)
-            return
-        if self._backoff.failures:
-            _log.info("mapper answers again", mapper=self._mapper_index, address=mapper.address)
-            self._backoff.reset()
-        if rows:
-            size_bytes = sum(batch.get_total_buffer_size() for batch, _ in response.batches)
-            self._metrics.fetched_rows.inc(rows)
-            self._metrics.fetched_bytes.inc(size_bytes)
+
+    def _fetch(self, mapper: MapperAddress, plan: FetchPlan) -> None:
+        begin_s = time.monotonic()
+        try:
+            stream = self._connections.stream_to(mapper.address, self._who(mapper))
+            request = self._request(mapper, plan)
+            response = stream.get_rows(request, timeout_s=plan.wait_ms / 1000 + RESPONSE_S_MAX)
+        except ShuffleError:
+            self._metrics.fetch_seconds.observe(time.monotonic() - begin_s)
+            raise
+        size_bytes = self.took(plan, response, time.monotonic() - begin_s)
+        if size_bytes:
             self._shared.pause(size_bytes)
 
-    def _fetch(self, mapper: MapperAddress, plan: FetchPlan) -> RowsResponse:
-        request = GetRows(
+    def took(self, plan: FetchPlan, response: RowsResponse, seconds: float) -> int:
+        """Hand over a response, which took so many seconds; the number of its bytes that are of use."""
+        self._metrics.fetch_seconds.observe(seconds)
+        if response.batches:
+            crash_points.reach("reducer.after_fetch")
+        rows = self._shared.fetched(plan, response.batches, response.tails, response.is_early)
+        if self._backoff.failures:
+            _log.info("mapper answers again", mapper=self._mapper_index)
+            self._backoff.reset()
+        if not rows:
+            return 0
+        size_bytes: int = sum(batch.get_total_buffer_size() for batch, _ in response.batches)
+        self._metrics.fetched_rows.inc(rows)
+        self._metrics.fetched_bytes.inc(size_bytes)
+        return size_bytes
+
+    def _request(self, mapper: MapperAddress, plan: FetchPlan) -> GetRows:
+        return GetRows(
             mapper_id=mapper.guid,
             reducer_index=self._reducer_index,
             committed_row_index=plan.committed_row_index,
@@ -200,12 +237,21 @@ class Fetcher:
             processor=self._directory.processor,
             generation=plan.generation,
         )
-        begin_s = time.monotonic()
-        try:
-            stream = self._connections.stream_to(mapper.address, self._who(mapper))
-            return stream.get_rows(request, timeout_s=plan.wait_ms / 1000 + RESPONSE_S_MAX)
-        finally:
-            self._metrics.fetch_seconds.observe(time.monotonic() - begin_s)
+
+    # -- on board of a link: the thread that drives calls these --------------------------------------------------------
+
+    def plan_on_board(self) -> FetchPlan | None:
+        listed = self._directory.mappers().get(self._mapper_index, [])
+        if self._choice.choose(listed) != self._boarded_for:
+            return None
+        return self._shared.plan_now(self._mapper_index)
+
+    def request_of(self, plan: FetchPlan) -> GetRows:
+        assert self._boarded_for is not None
+        return self._request(self._boarded_for, plan)
+
+    def pause_s(self, response_bytes: int) -> float:
+        return self._shared.pause_s(response_bytes)
 
     def _failed(self, mapper: MapperAddress, error: ShuffleError, changes: int) -> None:
         if self._shared.stopping:

@@ -69,13 +69,25 @@ class SharedCore:
         """The next request to this mapper, as soon as there is room; None when stopped."""
         return self._wait(lambda: None if self.stopping else self._core.fetch_plan(mapper_index), lambda: self.stopping)
 
-    def fetched(
-        self, plan: FetchPlan, batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]], tails: Sequence[Tail] = ()
-    ) -> int:
-        """Queue a response; the number of rows that were queued, 0 if the core was restarted since the request."""
+    def plan_now(self, mapper_index: MapperIndex) -> FetchPlan | None:
+        """The next request to this mapper, or None if there is no room for its rows or the reducer is stopped."""
         with self._changed:
-            rows = self._core.fetched(plan, batches, tails)
+            return None if self.stopping else self._core.fetch_plan(mapper_index)
+
+    def fetched(
+        self,
+        plan: FetchPlan,
+        batches: Sequence[tuple[pa.RecordBatch, ShuffleIndex]],
+        tails: Sequence[Tail] = (),
+        is_early: bool = False,
+    ) -> int:
+        """Queue a response; the number of rows that were queued, 0 if the core was restarted since the request. One
+        without rows ``is_early`` if the mapper has not waited for them, so that nothing follows from it."""
+        with self._changed:
+            rows = self._core.fetched(plan, batches, tails, is_early)
             if not rows:
+                if is_early:
+                    return 0
                 self._empty_responses += 1
             # An empty response also matters to a reducer that lets rows add up: a mapper whose window is full sends it.
             self._changed.notify_all()
@@ -83,9 +95,13 @@ class SharedCore:
 
     def pause(self, response_bytes: int) -> None:
         """Wait before the next request to a mapper whose response had ``response_bytes``, if the load asks for it."""
-        pause_s = self._pace.request_pause_s(response_bytes)
+        pause_s = self.pause_s(response_bytes)
         if pause_s:
             self._stopping.wait(pause_s)
+
+    def pause_s(self, response_bytes: int) -> float:
+        """The seconds of that wait."""
+        return self._pace.request_pause_s(response_bytes)
 
     def committed_row_index(self, mapper_index: MapperIndex) -> ShuffleIndex:
         with self._changed:

@@ -9,6 +9,8 @@ costs a third of such calls: each request is a ticket in the ``app_metadata`` of
 the same batches; or one message without rows, whose ``app_metadata`` is a ``Tail`` (there are no rows), ``STREAM_OVER``
 (this is no response: the request has to be made again on another stream), the JSON of a typed error, or ``SharedRows``:
 the batches are in memory that both processes see (``shared_memory``), if the request names the machine it comes from.
+
+A message can also have the requests of several reducers, to several mappers of one process: ``messages_many``.
 """
 
 from __future__ import annotations
@@ -88,9 +90,10 @@ class GetRows:
     version: int = VERSION
     """The version of this protocol."""
 
-    def encode(self) -> bytes:
+    def encode(self, **changed: object) -> bytes:
+        """The ticket, with these fields ``changed``: a copy of the request for each would take longer."""
         # ``asdict`` copies deeply, which takes longer than all the rest.
-        return json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
+        return json.dumps({name: getattr(self, name) for name in self.__slots__} | changed).encode()
 
     @staticmethod
     def decode(ticket: bytes) -> GetRows:
@@ -100,6 +103,11 @@ class GetRows:
             parsed = parse_json(ticket)
         except ValueError as error:
             raise BadInput(f"not a GetRows ticket: {error}") from None
+        return GetRows.of_fields(parsed)
+
+    @staticmethod
+    def of_fields(parsed: object) -> GetRows:
+        """The request that the JSON of a ticket describes."""
         if not isinstance(parsed, dict):
             raise BadInput("not a GetRows ticket: it is no JSON object")
         check_version(parsed.get("version"))
@@ -147,6 +155,7 @@ def check_version(version: object) -> None:
 
 
 _TAIL = struct.Struct("<cBIqqq")
+TAIL_BYTES = _TAIL.size
 _MORE, _HAS_FRONT = 1, 2
 _TAIL_FIELDS = (
     number("flags", _MORE | _HAS_FRONT),

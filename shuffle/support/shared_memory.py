@@ -80,18 +80,28 @@ class MemoryWriter:
     def put(self, batches: Sequence[pa.RecordBatch]) -> MemoryHandle | None:
         """Write the batches over the previous ones; None if they do not fit. Nobody may read the previous ones any
         more."""
-        if sum(batch.nbytes for batch in batches) > self.bytes_max:
+        written = self.put_many([batches])
+        return None if written is None else written[0]
+
+    def put_many(self, parts: Sequence[Sequence[pa.RecordBatch]]) -> tuple[MemoryHandle, list[tuple[int, int]]] | None:
+        """The same for several parts that can be taken apart from each other: also the first byte of each, and the one
+        behind its last."""
+        if sum(batch.nbytes for batches in parts for batch in batches) > self.bytes_max:
             return None
         if self._memory is None:
             self._open()
         if self.is_refused:
             return None
         sink = pa.FixedSizeBufferWriter(pa.py_buffer(self._memory))
+        places: list[tuple[int, int]] = []
         try:
-            with pa.ipc.new_stream(sink, batches[0].schema) as writer:
-                for batch in batches:
-                    writer.write_batch(batch)
-            return MemoryHandle(os.getpid(), self._fd, self._inode, sink.tell())
+            for batches in parts:
+                begin = sink.tell()
+                with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+                    for batch in batches:
+                        writer.write_batch(batch)
+                places.append((begin, sink.tell()))
+            return MemoryHandle(os.getpid(), self._fd, self._inode, sink.tell()), places
         except (pa.ArrowException, OSError):  # What Arrow writes around the rows does not fit into the slack.
             return None
 
@@ -122,15 +132,14 @@ class MemoryReader:
         self._opened: tuple[int, int, int] | None = None
         self._memory: mmap.mmap | None = None
 
-    def take(self, handle: MemoryHandle) -> list[pa.RecordBatch]:
-        """A copy of the batches that ``handle`` names."""
+    def take(self, handle: MemoryHandle, begin: int = 0, end: int | None = None) -> list[pa.RecordBatch]:
+        """A copy of the batches that ``handle`` names, or of those between two bytes."""
         memory = self._mapped(handle)
-        if not 0 < handle.size_bytes <= len(memory):
-            raise NotShared(
-                f"process {handle.pid} tells of {handle.size_bytes} bytes in shared memory of {len(memory)}"
-            )
-        own = pa.allocate_buffer(handle.size_bytes)
-        np.copyto(np.frombuffer(own, np.uint8), np.frombuffer(memory, np.uint8, handle.size_bytes))
+        end = handle.size_bytes if end is None else end
+        if not 0 <= begin < end <= min(handle.size_bytes, len(memory)):
+            raise NotShared(f"process {handle.pid} tells of bytes {begin} to {end} in shared memory of {len(memory)}")
+        own = pa.allocate_buffer(end - begin)
+        np.copyto(np.frombuffer(own, np.uint8), np.frombuffer(memory, np.uint8, end - begin, begin))
         return list(pa.ipc.open_stream(own))
 
     def _mapped(self, handle: MemoryHandle) -> mmap.mmap:

@@ -6,6 +6,8 @@ Errors of handlers reach the caller typed, through their wire form; broken and s
 
 from __future__ import annotations
 
+import importlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -155,8 +157,8 @@ class _Exchange:
         def serve(server: Any, call: Call) -> tuple[list[Chunk], bool]:
             served = _Served(question)
             server.do_exchange(_Context(call), self._descriptor, served, served)
-            if not served.is_no_answer:
-                observe_answer(server, Ticket(question), served.chunks)
+            for ticket, answered in served.answers(question):
+                observe_answer(server, ticket, answered)
             return served.chunks, not served.asked_again
 
         left_s = (self._deadline_us - kernel.current().process.world.now_us) / kernel.US_PER_S
@@ -182,10 +184,22 @@ class _Served:
         """Whether the handler would have taken another question."""
         self.chunks: list[Chunk] = []
 
-    @property
-    def is_no_answer(self) -> bool:
-        """Whether this is an error, or the end of the stream."""
-        return not self.chunks or (self.chunks[0].app_metadata or b"").startswith((b"{", b"!"))
+    def answers(self, question: bytes) -> Iterator[tuple[Ticket, list[Chunk]]]:
+        """Each request of the question and what was answered to it, unless that is an error, or the end of the
+        stream."""
+        head = (self.chunks[0].app_metadata or b"") if self.chunks else b"!"
+        if head.startswith((b"{", b"!")):
+            return
+        if not question.startswith(b"["):
+            yield Ticket(question), self.chunks
+            return
+        messages = importlib.import_module("shuffle.messages_many")
+        following = iter(self.chunks[1:])
+        for request, answer in zip(json.loads(question), messages.ManyHead.decode(head).answers, strict=True):
+            if isinstance(answer, messages.PairAnswer) and answer.tails:
+                alone = [Chunk(None, tail.encode()) for tail in answer.tails]
+                chunks = [next(following) for _ in answer.tails] if answer.has_rows else alone
+                yield Ticket(json.dumps(request).encode()), chunks
 
     def read_chunk(self) -> Chunk:
         question, self._question = self._question, None

@@ -117,5 +117,6 @@ def _settle() -> None:
         ExporterMetrics=NoMetrics, BACKOFF_MS_MAX=400, POLL_MS=100
     )
     vars(fetch).update(RESPONSE_S_MAX=1.0, LOCATE_S_MAX=0.5)
+    vars(sys.modules["shuffle.reducer.link"]).update(RESPONSE_S_MAX=1.0)
     vars(stream).update(STREAM_S_MAX=0.5)
     importlib.import_module("tests.sim.stragglers").settle(dict(sys.modules))

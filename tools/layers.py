@@ -37,7 +37,12 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("store.server", ("shuffle.statestore.server", "shuffle.statestore.__main__")),
     ("durable", ("shuffle.durable",)),
     ("store.admin", ("shuffle.statestore.admin",)),
-    ("api", tuple(f"shuffle.{name}" for name in ("api", "config_schema", "messages", "metrics", "discovery"))),
+    (
+        "api",
+        tuple(
+            f"shuffle.{name}" for name in ("api", "config_schema", "messages", "messages_many", "metrics", "discovery")
+        ),
+    ),
     ("partition", ("shuffle.partition",)),
     ("jobs", ("shuffle.jobs",)),
     ("formats", ("shuffle.formats",)),

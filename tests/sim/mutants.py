@@ -17,6 +17,7 @@ from tests.sim import (
     mutants_exporter,
     mutants_grouping,
     mutants_growth,
+    mutants_links,
     mutants_logs,
     mutants_mapper,
     mutants_reducer,
@@ -44,7 +45,15 @@ class NoTarget(Exception):
 def _collect() -> dict[str, Mutant]:
     made: dict[str, Mutant] = {}
     modules = (mutants_reducer, mutants_mapper, mutants_claims, mutants_store, mutants_spill, mutants_tail)
-    for module in (*modules, mutants_twins, mutants_logs, mutants_grouping, mutants_growth, mutants_exporter):
+    for module in (
+        *modules,
+        mutants_twins,
+        mutants_logs,
+        mutants_links,
+        mutants_grouping,
+        mutants_growth,
+        mutants_exporter,
+    ):
         for name, value in vars(module).items():
             if callable(value) and getattr(value, "__module__", "") == module.__name__ and not name.startswith("_"):
                 if name in made:
@@ -57,6 +66,7 @@ MUTANTS = _collect()
 _PROFILES = {
     mutants_spill.__name__: profiles.STRAGGLERS,
     mutants_twins.__name__: profiles.TWINS,
+    mutants_links.__name__: profiles.HOSTING,
     mutants_logs.__name__: profiles.LOGGED,
     mutants_grouping.__name__: profiles.PARTITIONS,
     mutants_exporter.__name__: profiles.EXPORTER,

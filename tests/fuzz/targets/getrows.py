@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 
 from shuffle.discovery import MapperAddress
 from shuffle.messages import ROWS_EXCHANGE, SHARED_ROWS, STREAM_OVER, SharedRows
+from shuffle.messages_many import MANY_HEAD, PAIRS_MAX, ManyHead, PairAnswer
 from shuffle.support.shared_memory import MemoryReader, NotShared, machine
 from tests.fuzz import arrow, calls, job
 from tests.fuzz.calls import FLIGHT, Exchange, Reply
@@ -58,6 +60,8 @@ class GetRowsTarget:
             return self._left(chance)
         if kind == 17:
             return self._odd_exchange(chance)
+        if kind == 18:
+            return self._many(chance)
         return self._other_call(chance)
 
     # --- tickets ---
@@ -166,6 +170,31 @@ class GetRowsTarget:
                 self._end()
             if not (told.startswith(b"#") and told[1] & 1):  # The flag that says that there is more.
                 return self._judged(Reply(messages, "OK"), ticket, self._schema, False, bounded(ticket))
+
+    def _many(self, chance: random.Random) -> Outcome:
+        """Requests of several reducers in one message, some of them false: each gets an answer of its own, or the
+        message is refused as a whole."""
+        tickets = [self._broken(chance) for _ in range(chance.choice((0, 1, 2, 5, 5, PAIRS_MAX + 1)))]
+        for ticket in tickets:
+            if isinstance(ticket, dict):
+                ticket |= {"wait_ms": 1} if _waits(ticket) else {}
+        data = b"[" + b",".join(to_json(ticket) for ticket in tickets) + b"]"
+        if chance.random() < 0.1:
+            data = b"[" + damaged(data, chance)
+        parsed = _parsed(data)
+        if isinstance(parsed, list) and any(map(_is_possible, parsed)):
+            return Outcome("skipped")
+        exchange = Exchange(self._channel, f"{FLIGHT}DoExchange", ANSWER_S_MAX)
+        exchange.send(arrow.flight_data(arrow.Message.of_schema(pa.schema([])), None, ROWS_EXCHANGE))
+        exchange.send(arrow.flight_data(None, data))
+        reply = exchange.drained()
+        problems = []
+        heads = [told for _, told, _ in map(calls.parts_of, reply.messages) if told.startswith(MANY_HEAD)]
+        for ticket, answer in zip(tickets, ManyHead.decode(heads[0]).answers if heads else (), strict=False):
+            if isinstance(answer, PairAnswer) and answer.tails and isinstance(ticket, dict) and _was_forged(ticket):
+                problems.append(Problem("wrong", f"committed_row_index {ticket['committed_row_index']} was accepted"))
+        judged = self._judged(reply, None, None, False, bounded(data))
+        return replace(judged, problems=judged.problems + problems) if problems else judged
 
     def _left(self, chance: random.Random) -> Outcome:
         """A caller that leaves in the middle, or while it waits."""

@@ -101,6 +101,12 @@ def _alone_unless(answer: _Answer, schema: pa.Schema | None) -> _Answer:
     return None if _has_rows(answer) and answer.schema != schema else answer
 
 
+def _about_to_be_sent(served: Served) -> Served:
+    """``served``, which has rows, with their schema: spilled rows may be served before this instance has mapped any."""
+    crash_points.reach("mapper.before_answer")
+    return served._replace(schema=served.rows[0].rows.schema)
+
+
 def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
 
@@ -199,9 +205,7 @@ class MapperServer(flight.FlightServerBase):
     def _rows(self, mapper: HostedMapper, request: GetRows, context: Any) -> Served:
         served = mapper.shared.get_rows(request, context.is_cancelled)
         if served.rows:
-            crash_points.reach("mapper.before_answer")
-            # The schema is that of the rows: spilled rows may be served before this instance has mapped any.
-            return served._replace(schema=served.rows[0].rows.schema)
+            return _about_to_be_sent(served)
         if served.schema is not None and request.with_metadata:
             return served._replace(schema=pa.schema([*served.schema, *METADATA_FIELDS], served.schema.metadata))
         return served
@@ -342,8 +346,7 @@ class MapperServer(flight.FlightServerBase):
                 answers.append(refused)
                 continue
             if answer is not None and answer.rows:
-                crash_points.reach("mapper.before_answer")
-                answer = answer._replace(schema=answer.rows[0].rows.schema)
+                answer = _about_to_be_sent(answer)
                 left_bytes -= sum(batch.rows.nbytes for batch in answer.rows)
             answers.append(answer)
         return answers

@@ -35,7 +35,9 @@ def activity(users: int, days: int) -> pa.Table:
 
 @pytest.fixture
 def table(state: StateClient) -> pa.Table:
-    state.create_table("readings", key=KEY, value=VALUE, if_not_exists=True)
+    if "readings" in {table.name for table in state.tables()}:
+        state.drop_table("readings")  # Another test has written to it.
+    state.create_table("readings", key=KEY, value=VALUE)
     rows = activity(200, 10)
     with state.transaction() as tx:
         tx.write("readings", rows)

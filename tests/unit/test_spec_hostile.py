@@ -80,7 +80,7 @@ def test_file_that_is_no_spec(tmp_path: Path, text: str, said: str) -> None:
         ("queue: logs", "folder: s3://bucket/key", ":3: input.folder: 's3://bucket/key' is an address"),
         ("processor: job", f"processor: {'j' * 5_000}", ":1: processor: 'jjjj"),
         ("processor: job", f"processor: job\n{'k' * 1_000}: 1", ":2: 'kkkk"),
-        ("processor: job", "processor: job\n? [a]\n: 1", "a key is one of input,"),
+        ("processor: job", "processor: job\n? [a]\n: 1", "a key is one of dead_letters, input,"),
     ],
 )
 def test_value_that_nobody_means(tmp_path: Path, old: str, new: str, said: str) -> None:

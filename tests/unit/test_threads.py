@@ -57,6 +57,7 @@ DECIDED: dict[tuple[str, str], tuple[int, str]] = {
     ("reducer/exporter/daemon.py", VITAL): (1, "the exporter of one partition: the process ends"),
     ("shuffle/discovery.py", VITAL): (2, "lease and directory: the worker ends"),
     ("shuffle/support/metrics.py", VITAL): (1, "the metrics: the worker, or the store's daemon, ends"),
+    ("statestore/client/appender.py", VITAL): (1, "an appender: every call and every future of it raises the error"),
     # The controller.
     ("shuffle/run/growth.py", "Thread"): (1, "looks for new partitions once: the next look is made by another"),
     ("shuffle/run/controller.py", "ThreadPoolExecutor"): (

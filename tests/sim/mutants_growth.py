@@ -6,9 +6,9 @@ They are searched for with the profile ``growth``, in which every seed has mappe
 from __future__ import annotations
 
 from contextlib import suppress as _suppress
+from dataclasses import replace as _replace
 from typing import Any
 
-import shuffle.reducer.daemon as _daemon
 from shuffle.durable.reducer_state import ReducerState as _State
 from shuffle.errors import CommitConflict as _Conflict
 from shuffle.errors import CommitUnknown as _Unknown
@@ -80,8 +80,7 @@ def new_mappers_not_looked_for(patch: Any) -> None:
                 found = parts.directory.mappers()
                 return {index: listed for index, listed in found.items() if index < fetched}
 
-        seen = _daemon.ProcessParts(_Blind(), parts.clients, parts.attributes, parts.grown)  # type: ignore[arg-type]
-        original(self, seen, stop)
+        original(self, _replace(parts, directory=_Blind()), stop)
 
     patch(_Reducer, "_run_stages", run_stages)
 

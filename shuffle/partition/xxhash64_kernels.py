@@ -3,8 +3,8 @@
 Rows are hashed in lock step with numpy: every step of the algorithm is one operation over a block of rows, and a step
 that only some rows take (a longer string) gathers those rows first. Blocks are small enough to stay in the cache.
 
-Where the installation has compiled kernels (``shuffle.support.native``), they hash instead, row by row, in a tenth of
-the time.
+Where the installation has compiled kernels (``shuffle.support.native``), they hash instead, row by row, in less
+time.
 """
 
 from __future__ import annotations

@@ -53,6 +53,9 @@ DEFAULTS: dict[str, str | int | bool] = {
     "transaction.timeout.ms": 60_000,
     "socket.keepalive.enable": True,
     "reconnect.backoff.max.ms": 2_000,
+    # With "rebootstrap", its default, librdkafka gives up the brokers that it knows while none of them answers. It may
+    # then wait for ever for the one that coordinated the group, whatever the timeout of the call (its issue 5511).
+    "metadata.recovery.strategy": "none",
     # Its own lines on stderr would be taken for the last words of the process; errors come as errors.
     "log_level": 2,
 }

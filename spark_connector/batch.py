@@ -20,7 +20,7 @@ from shuffle.spark_connector.filters import key_ranges
 from shuffle.spark_connector.options import SNAPSHOT_TTL_S_DEFAULT, Options
 from shuffle.spark_connector.schemas import arrow_schema, as_schema, check_requested_schema, spark_schema
 from shuffle.spark_connector.sink.writer import store_handle
-from shuffle.statestore import Queue, StateClient
+from shuffle.statestore import Queue, Snapshot, StateClient
 from shuffle.statestore.key_range import KeyRange
 
 SPLITS_DEFAULT = 8
@@ -37,10 +37,12 @@ def batch_schema(options: Options) -> StructType:
     """The schema of the table or queue that is to be read, as the store has it."""
     kind = options.one_of(["table", "queue"])
     name = options.required(kind, f"the {kind} to read")
-    stored: pa.Schema = store_handle(options).with_retries(
-        lambda client: client.table(name).row if kind == "table" else client.queue(name).schema
-    )
-    return spark_schema(stored, f"the {kind} {name!r}")
+
+    def stored(client: StateClient) -> pa.Schema:
+        client.refresh()
+        return client.table(name).row if kind == "table" else client.queue(name).schema
+
+    return spark_schema(store_handle(options).with_retries(stored), f"the {kind} {name!r}")
 
 
 def batch_reader(options: Options, schema: StructType) -> DataSourceReader:
@@ -87,6 +89,7 @@ class TableReader(DataSourceReader):
         return self._store.with_retries(self._plan)
 
     def _plan(self, client: StateClient) -> list[InputPartition]:
+        client.refresh()
         check_requested_schema(self._schema, client.table(self._table).row, f"the table {self._table!r}")
         token = client.share_snapshot(int(self._snapshot_ttl_s * 1000))
         with client.snapshot_at(token) as snapshot:
@@ -102,7 +105,7 @@ class TableReader(DataSourceReader):
             return
         renew_s = min(self._snapshot_ttl_s / 4, 5.0)
         try:
-            with self._store.with_retries(lambda client: client.snapshot_at(partition.token)) as snapshot:
+            with self._store.with_retries(partial(self._snapshot, partition.token)) as snapshot:
                 renewed_s = time.monotonic()
                 for batch in snapshot.scan_range(self._table, keys):
                     yield as_schema(batch.select(self._schema.names), self._schema)
@@ -114,6 +117,11 @@ class TableReader(DataSourceReader):
                 f"the moment at which the table {self._table!r} was to be read is over ({error.message}): the store "
                 "was restarted, or the plan is older than the option 'snapshotTtl'. Run the query again"
             ) from error
+
+
+    def _snapshot(self, token: str, client: StateClient) -> Snapshot:
+        client.refresh()
+        return client.snapshot_at(token)
 
 
 class FilteredTableReader(TableReader):
@@ -172,12 +180,14 @@ class QueueReader(DataSourceReader):
         return parts or [QueuePart(0, 0, 0)]
 
     def _bounds(self, client: StateClient) -> list[tuple[int, int]]:
+        client.refresh()
         queue = client.queue(self._queue)
         check_requested_schema(self._schema, queue.schema, f"the queue {self._queue!r}")
         return queue.bounds()
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, QueuePart)
+        self._store.with_retries(StateClient.refresh)
         position = partition.begin
         while position < partition.end:
             rows, after = self._store.with_retries(partial(self._read, partition, position))

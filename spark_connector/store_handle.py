@@ -1,7 +1,8 @@
 """Clients of the state store inside Spark's Python processes, and retries while a store cannot be reached.
 
 Spark's workers are forked, and a client does not survive a fork. So a ``StoreHandle``, which is plain data, is sent to
-the workers, and each process makes one client from it when it first needs one.
+the workers, and each process makes one client from it when it first needs one. Such a process serves many queries, and
+a table may be dropped and created anew between two of them: whoever begins a query calls ``StateClient.refresh``.
 """
 
 from __future__ import annotations

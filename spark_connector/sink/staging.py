@@ -84,6 +84,7 @@ class QueueTarget:
         """Create the queue and the table that a commit needs, also for a commit without a single row."""
 
         def call(client: StateClient) -> None:
+            client.refresh()
             self.opened(client)
             if SINKS_TABLE not in {table.name for table in client.tables()}:
                 create_sinks_table(client)
@@ -92,6 +93,7 @@ class QueueTarget:
 
     def stage(self, batches: Iterator[pa.RecordBatch], first_partition: int) -> tuple[list[StagedRows], int]:
         """Stage the rows of one task. Without ``partition_by``, slices go to the partitions in turn."""
+        self.store.with_retries(StateClient.refresh)
         staging = _Staging(self, first_partition)
         try:
             for table in _slices(batches, self.schema):

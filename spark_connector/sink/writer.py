@@ -205,6 +205,7 @@ class TableBatchWriter(DataSourceArrowWriter):
 
         def attempt(client: StateClient) -> None:
             # Upserting the same rows again gives the same table, so after a lost response it is simply done again.
+            client.refresh()
             with client.transaction() as tx:
                 tx.write(self._table, rows)
                 tx.commit()

@@ -152,6 +152,14 @@ class StateClient:
         """The queue of that name, to append to and read from. Raises ``UnknownTable`` if there is none."""
         return self._handles.queue(name)
 
+    def refresh(self) -> None:
+        """Ask the store again for tables and queues when they are used next.
+
+        A client that lives long may remember one that others have dropped, or created anew with other columns: the
+        first use of it would raise ``UnknownTable``.
+        """
+        self._handles.forget_all()
+
     # --- reading and writing ---
 
     def transaction(self) -> Transaction:

@@ -76,6 +76,24 @@ def test_table_read_is_of_one_moment_whatever_is_written_meanwhile(
     assert read(spark, system, table="readings").groupBy().sum("count").collect()[0][0] == before + 10**9
 
 
+def test_table_and_queue_that_were_created_anew_are_read_and_written_by_the_workers_of_earlier_queries(
+    spark: SparkSession, system: LocalSystem, state: StateClient
+) -> None:
+    for columns in (["old"], ["new", "more"]):  # In the second round every worker knows those of the first.
+        if "anew" in {table.name for table in state.tables()}:
+            state.drop_table("anew")
+            state.drop_queue("anew_queue")
+        state.create_table("anew", pa.schema([("n", pa.int64())]), pa.schema([(name, pa.int64()) for name in columns]))
+        state.create_queue("anew_queue", pa.schema([("n", pa.int64())]), partitions=1)
+        rows = spark.range(100).selectExpr("id n", *(f"id {name}" for name in columns)).repartition(2)
+        options = {"state": system.address}
+        rows.write.format("shuffle").options(**options, table="anew").mode("append").save()
+        rows.select("n").write.format("shuffle").options(**options, queue="anew_queue").mode("append").save()
+        assert read(spark, system, table="anew").columns == ["n", *columns]
+        assert sorted(row.n for row in read(spark, system, table="anew", splits=4).collect()) == list(range(100))
+        assert sorted(row.n for row in read(spark, system, queue="anew_queue", splits=4).collect()) == list(range(100))
+
+
 def test_filters_on_key_columns_narrow_what_is_scanned(
     spark: SparkSession, system: LocalSystem, state: StateClient, table: pa.Table
 ) -> None:

@@ -19,6 +19,7 @@ from shuffle.reducer.outputs.sink import SinkPlace
 from shuffle.spec.kafka_output import output_options
 from shuffle.spec.outputs import KafkaOutputSpec
 from tests.kafka.topics import Topics
+from tests.waiting import wait_until
 from tools.kafka import Broker
 
 ROWS = pa.table({"user": ["ann", "bob", None], "n": [1, 2, 3], "trace": ["x", None, "z"]})
@@ -200,6 +201,7 @@ def test_broker_that_dies_in_between_leaves_nothing_twice(
     made = sink(own_broker.address, topic)
     made.open()
     made.publish(ROWS, 0, 3)
+    wait_until(lambda: len(values(topics, topic)) == 3)  # See docs/outputs.md, "A broker that is alone".
     monkeypatch.setattr(kafka, "CALL_S_MAX", 2.0)
     own_broker.kill()
     with pytest.raises((ServiceUnavailable, PublishUnknown)):

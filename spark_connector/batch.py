@@ -118,7 +118,6 @@ class TableReader(DataSourceReader):
                 "was restarted, or the plan is older than the option 'snapshotTtl'. Run the query again"
             ) from error
 
-
     def _snapshot(self, token: str, client: StateClient) -> Snapshot:
         client.refresh()
         return client.snapshot_at(token)

@@ -128,7 +128,8 @@ def test_dead_letter_outside_has_the_row_itself_and_its_position_can_be_set_by_h
     assert names == {"job~mapper_dead_letters", "job~reducer_dead_letters"}
     letters = [letter for path in files(spec) for letter in pq.read_table(path).to_pylist()]
     [first, _] = sorted(
-        (letter for letter in letters if letter["role"] == "mapper"), key=lambda letter: letter["position"]
+        (letter for letter in letters if letter["role"] == "mapper"),
+        key=lambda letter: (letter["worker"], letter["position"]),
     )
     original = decode_row(base64.b64decode(first.pop("row_arrow")))
     assert original.equals(pa.table([["u1"], [50]], schema=SCHEMA))

@@ -166,7 +166,9 @@ class MapperServer(flight.FlightServerBase):
         super().__init__(flight.location(listening.target))
         self.mappers: dict[Guid, HostedMapper] = {mapper.shared.core.guid: mapper for mapper in mappers}
         reducers = sum(mapper.shared.reducer_count for mapper in self.mappers.values())
-        self._slots = Slots("exchanges", max(EXCHANGES_MIN, EXCHANGES_PER_REDUCER_MAX * reducers))
+        exchanges_max = max(EXCHANGES_MIN, EXCHANGES_PER_REDUCER_MAX * reducers)
+        self._slots = Slots("exchanges", exchanges_max)
+        self._idle = Slots("exchanges that wait for a request", exchanges_max)
         self.endpoint = replace(listening, port=self.port)
         """The endpoint on which the server listens, with the port that it was given."""
         self.address = str(self.endpoint)
@@ -222,7 +224,8 @@ class MapperServer(flight.FlightServerBase):
         with self._slots.taken(), exchange.closing:
             while True:
                 try:
-                    message = flight.read_chunk(reader).app_metadata
+                    with self._idle.taken():
+                        message = flight.read_chunk(reader).app_metadata
                 except StopIteration:
                     return
                 ticket = b"" if message is None else bytes(message)
@@ -393,4 +396,4 @@ class MapperServer(flight.FlightServerBase):
         """Respond to the requests that wait, and stop; whether all calls ended in time."""
         for mapper in self.mappers.values():
             mapper.shared.close()
-        return flight.shutdown(self, timeout_s)
+        return flight.shutdown(self, timeout_s, lambda: len(self._idle) == len(self._slots))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -41,6 +42,11 @@ them; this leaves room."""
 
 CALL_TIMEOUT_S = 30.0
 """The deadline, in seconds, of a call that names none: Flight itself would wait forever."""
+
+IDLE_S = 0.2
+"""The least seconds for which a server that stops waits for its clients to end their calls."""
+
+IDLE_CHECK_S = 0.05
 
 _CHANNEL_OPTIONS = [
     # A daemon that comes back must be found again within a second; gRPC's own back-off goes up to two minutes.
@@ -267,14 +273,18 @@ def do_action(
     return bytes(results[0].body.to_pybytes()) if results else b""
 
 
-def shutdown(server: Any, timeout_s: float = 5.0) -> bool:
+def shutdown(server: Any, timeout_s: float = 5.0, is_idle: Callable[[], bool] = lambda: False) -> bool:
     """Stops a server, waiting at most ``timeout_s`` for calls that still run. Returns whether all of them ended.
 
-    ``FlightServerBase.shutdown`` waits for live calls without a bound, so it runs in a thread of its own.
+    ``FlightServerBase.shutdown`` waits for live calls without a bound, so it runs in a thread of its own. Calls may be
+    open only because their clients do not end them: once ``is_idle`` says so, they are waited for no longer.
     """
     thread = threading.Thread(target=server.shutdown, name="flight-shutdown", daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    deadline_s = time.monotonic() + timeout_s
+    thread.join(min(IDLE_S, timeout_s))
+    while thread.is_alive() and time.monotonic() < deadline_s and not is_idle():
+        thread.join(IDLE_CHECK_S)
     return not thread.is_alive()
 
 

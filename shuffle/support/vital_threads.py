@@ -29,6 +29,9 @@ from shuffle.support.logs import get_logger
 OnDeath = Callable[[ThreadDied], None]
 """A function that is called once, by the thread that dies. It must not wait for that thread."""
 
+AT_EXIT_S_MAX = 0.5
+"""The most seconds for what is registered to be done when a process ends."""
+
 _alive: dict[threading.Thread, None] = {}
 _log = get_logger(__name__)
 
@@ -83,9 +86,12 @@ def leave(code: int) -> NoReturn:
     """Ends this process with ``code`` when its work is done, without taking the interpreter apart.
 
     Threads of ours and of Flight still run then. One that writes a line at the wrong moment makes Python abort, and
-    whatever started this process would take that for the reason of its end.
+    whatever started this process would take that for the reason of its end. What is to be done at exit has
+    ``AT_EXIT_S_MAX`` seconds: a server of Flight waits there for every call that a client keeps open.
     """
-    atexit._run_exitfuncs()
+    at_exit = threading.Thread(target=atexit._run_exitfuncs, name="at-exit", daemon=True)
+    at_exit.start()
+    at_exit.join(AT_EXIT_S_MAX)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -17,7 +17,7 @@ from shuffle.durable.mapper_state import MapperState, lookup_state
 from shuffle.durable.reducer_state import ReducerState
 from shuffle.errors import BadInput, NotServed, RowsGone, ShuffleError, StaleMapper, StoreUnavailable
 from shuffle.ids import MapperIndex, ReducerIndex, ShuffleIndex
-from shuffle.messages import GetRows, Tail
+from shuffle.messages import ROWS_EXCHANGE, GetRows, Tail
 from shuffle.statestore import StateClient
 from shuffle.support import flight
 from shuffle.user_code.poison import decode_row
@@ -264,6 +264,25 @@ def test_mapper_serves_commits_trims_and_ends_on_sigterm(world: World) -> None:
     mapper.terminate()
     assert mapper.wait(15) == 0, world.log(mapper)
     assert world.instances() == [], "it gives its lease back"
+
+
+def test_mapper_ends_on_sigterm_though_a_client_keeps_an_exchange_open(world: World) -> None:
+    world.append(0, 10)
+    world.write_spec()
+    mapper = world.start_mapper()
+    wait_until(lambda: len(world.instances()) == 1, "it is there")
+    [instance] = world.instances()
+    client = flight.connect(instance.address)
+    try:
+        descriptor = flight.FlightDescriptor.for_command(ROWS_EXCHANGE)
+        writer, reader = client.do_exchange(descriptor, flight.call_options(60.0))
+        writer.begin(pa.schema([]))
+        writer.write_metadata(b"no request")
+        assert b"bad_input" in bytes(reader.read_chunk().app_metadata), "it is served, and waits for the next request"
+        mapper.terminate()
+        assert mapper.wait(5) == 0, world.log(mapper)
+    finally:
+        client.close()
 
 
 def test_forged_committed_index_is_refused_and_no_row_is_lost(world: World) -> None:

@@ -113,7 +113,7 @@ class ExporterCore:
                 raise PositionLost(
                     f"{self._named} begins at {outbox_begin}, and no exporter has ever worked on it: somebody else has "
                     "trimmed it, or the table of exports was dropped. Rows may be missing outside; to go on without "
-                    "them, drop the outbox with `shuffle state drop`",
+                    "them, drop the outbox with `shuffle state drop STORE QUEUE --yes`",
                     partition=self.partition,
                     outbox_begin=outbox_begin,
                 )

@@ -43,7 +43,8 @@ class OutboxOutput(Output):
         if found and found[0] != self._partitions:
             raise SpecError(
                 f"the outbox {self._outbox!r} has {found[0]} partitions and the processor {self._partitions} reducers. "
-                "It needs one for each: let the exporter empty it, then drop it with `shuffle state drop`",
+                "It needs one for each: let the exporter empty it, and drop it then, as docs/outputs.md says (`shuffle "
+                f"state drop STORE {self._outbox} … --yes`)",
                 queue=self._outbox,
             )
         return bool(found)

@@ -1,6 +1,6 @@
 """``shuffle state …``: shows what is in a store, to people and, with ``--json``, to programs.
 
-Only ``release`` changes anything. No command holds more than one batch of a table or a queue in memory.
+Only ``release`` and ``drop`` change anything. No command holds more than one batch of a table or a queue in memory.
 """
 
 from __future__ import annotations
@@ -78,6 +78,9 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
         "forget which processor consumes a queue, so that another one may",
         "release ./job.state logs",
     ).add_argument("queue", metavar="QUEUE")
+    drop = add("drop", "delete tables and queues with all their rows, for good", "drop ./job.state job/outbox --yes")
+    drop.add_argument("names", metavar="NAME", nargs="+", help="a table or a queue")
+    drop.add_argument("--yes", action="store_true", help="do it, and do not only say what would go")
     add("leases", "show who is registered, with attributes").add_argument(
         "group", metavar="GROUP", nargs="?", help="only this one"
     )
@@ -94,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
         "read": _read,
         "consumers": _consumers,
         "release": _release,
+        "drop": _drop,
         "leases": _leases,
         "stats": _stats,
     }
@@ -277,6 +281,43 @@ def _release(client: StateClient, args: argparse.Namespace) -> None:
         _print_json({"queue": args.queue, "released": consumer})
         return
     print(f"{args.queue}: released from the processor {consumer}; the next one that starts on it becomes its consumer")
+
+
+def _drop(client: StateClient, args: argparse.Namespace) -> None:
+    tables = {table.name for table in client.tables()}
+    queues = {queue.name: queue for queue in client.queues()}
+    names = list(dict.fromkeys(args.names))
+    for name in names:
+        if name not in tables and name not in queues:
+            raise UnknownTable(f"no table or queue {name!r}; `shuffle state ls` lists them", table=name)
+        if (processor := _running_user(client, name)) is not None:
+            raise BadInput(f"the processor {processor!r} is running and uses {name!r}: stop it first", table=name)
+    lines = [
+        f"the queue {name}, with {sum(end - begin for begin, end in client.queue(name).bounds()):,} rows"
+        if name in queues
+        else f"the table {name}"
+        for name in names
+    ]
+    if not args.yes:
+        raise BadInput(f"this would delete {'; '.join(lines)}. Nothing was done; to do it, say --yes")
+    for name in names:
+        (client.drop_queue if name in queues else client.drop_table)(name)
+    if args.json:
+        _print_json({"dropped": names})
+        return
+    for line in lines:
+        print(f"dropped {line}")
+
+
+def _running_user(client: StateClient, name: str) -> str | None:
+    """The processor whose table or queue it is, or that consumes the queue, if a worker of it is registered."""
+    consumer = queue_consumers(client).get(name)
+    for group in client.leases.groups():
+        processor = group.rpartition("/")[0]
+        is_user = name.startswith(f"{processor}/") or consumer in (processor, group)
+        if processor and is_user and client.leases.members(group):
+            return processor
+    return None
 
 
 def _leases(client: StateClient, args: argparse.Namespace) -> None:

@@ -222,3 +222,22 @@ def test_position_can_be_set_by_hand_and_only_within_the_outbox(spec: Path) -> N
         os.kill(exporter.pid, signal.SIGTERM)
         assert exporter.wait(WAIT_S) == 0
     assert exported(spec) == Counter([*range(100), 9])
+
+
+def test_emitted_rows_get_other_columns_once_the_outbox_and_its_exports_are_dropped(spec: Path) -> None:
+    expected = fill(spec, 200)
+    run = ("run", str(spec), "--until-drained", "--no-check")
+    assert finished(*run).returncode == 0
+    job = spec.parent / "echo_job.py"
+    job.write_text(job.read_text().replace("self.emit(tx, rows)", 'self.emit(tx, rows.append_column("m", rows["n"]))'))
+    with StateClient.open(spec.parent / "job.state") as client:
+        client.queue("in").append(0, pa.table([[1_000, 1_001]], schema=SCHEMA))
+    dropped = finished("state", "drop", str(spec.parent / "job.state"), "job/outbox", "job/exports", "--yes")
+    assert dropped.returncode == 0, dropped.stderr
+    spec.write_text(SPEC.replace("./out", "./wide"))
+    ended = finished(*run)
+    assert ended.returncode == 0, ended.stderr
+    assert exported(spec) == expected, "what was there stays as it is"
+    wide = [row for path in (spec.parent / "wide").glob("*.parquet") for row in pq.read_table(path).to_pylist()]
+    assert sorted(row["n"] for row in wide) == [1_000, 1_001]
+    assert all(row["m"] == row["n"] for row in wide)

@@ -12,7 +12,7 @@ import pytest
 
 from shuffle.durable.mapper_state import MapperState, state_rows
 from shuffle.durable.tables import mappers_table
-from shuffle.errors import BadInput, OutOfRange, SpecError
+from shuffle.errors import BadInput, OutOfRange, SpecError, UnknownTable
 from shuffle.ids import InputIndex, MapperIndex, ShuffleIndex
 from shuffle.mapper.readers.queue import encode_position
 from shuffle.preflight.check import check_against_store
@@ -177,6 +177,36 @@ def test_consumer_that_runs_is_not_released(
     with pytest.raises(BadInput, match="'first' is running"):
         commands._release(client, argparse.Namespace(queue="logs", json=False))
     assert queue_consumers(client) == {"logs": "first"}
+
+
+def test_tables_and_queues_are_dropped_only_with_yes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = str(tmp_path / "store")
+    with StateClient.open(store) as client:
+        client.create_queue("logs", schema=LOGS, partitions=2)
+        client.create_queue("others", schema=LOGS, partitions=1)
+        client.queue("logs").append(1, pa.table({"user": ["ada", "bob"]}, schema=LOGS))
+        client.create_table("counts", key=LOGS, value=pa.schema([("n", pa.int64())]))
+    with pytest.raises(BadInput, match=r"would delete the queue logs, with 2 rows; the table counts\. Nothing"):
+        state(capsys, "drop", store, "logs", "counts")
+    with pytest.raises(UnknownTable, match="no table or queue 'count'"):
+        state(capsys, "drop", store, "logs", "count", "--yes")
+    assert state(capsys, "drop", store, "logs", "counts", "--yes").splitlines() == [
+        "dropped the queue logs, with 2 rows",
+        "dropped the table counts",
+    ]
+    assert json.loads(state(capsys, "drop", store, "others", "--yes", "--json")) == {"dropped": ["others"]}
+    with StateClient.open(store) as client:
+        assert client.queues() == []
+        assert "counts" not in {table.name for table in client.tables()}
+
+
+@pytest.mark.parametrize("name", ["logs", "first/exports"])
+def test_what_a_running_processor_uses_is_not_dropped(tmp_path: Path, client: StateClient, name: str) -> None:
+    check_against_store(spec_of(tmp_path, "first"), client)
+    client.create_table("first/exports", key=LOGS, value=pa.schema([("n", pa.int64())]))
+    client.leases.register("first/exporters", "guid", {}, ttl_ms=60_000)
+    with pytest.raises(BadInput, match=f"'first' is running and uses '{name}'"):
+        commands._drop(client, argparse.Namespace(names=[name], yes=True, json=False))
 
 
 def test_rows_of_a_queue_are_printed_with_their_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -237,7 +237,7 @@ def read_chunk(reader: Any) -> Any:
     return reader.read_chunk()
 
 
-def shutdown(server: FlightServerBase, timeout_s: float = 5.0) -> bool:
+def shutdown(server: FlightServerBase, timeout_s: float = 5.0, is_idle: Callable[[], bool] = lambda: False) -> bool:
     server.shutdown()
     return True
 

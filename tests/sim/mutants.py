@@ -117,6 +117,8 @@ def hunt(name: str) -> tuple[str, int | None, str, float]:
             what, seconds = result.violations[0].splitlines()[0], time.monotonic() - begin_s
             if _OWN_FAULT.search(what):
                 return name, None, f"the planted bug itself is broken: {what}", seconds
+            if without := run_seed((seed, None)).violations:
+                return name, None, f"seed {seed} fails without the bug, too: {without[0].splitlines()[0]}", seconds
             return name, seed, what, seconds
     return name, None, "", time.monotonic() - begin_s
 

@@ -26,7 +26,10 @@ STARTERS = {
 }
 
 DECIDED: dict[tuple[str, str], tuple[int, str]] = {
-    ("shuffle/support/vital_threads.py", "Thread"): (1, "what start_vital starts"),
+    ("shuffle/support/vital_threads.py", "Thread"): (
+        2,
+        "what start_vital starts, and what is done at exit: the process ends in a moment, whatever becomes of it",
+    ),
     # The store.
     ("statestore/local/local.py", VITAL): (
         2,
